@@ -1,0 +1,1 @@
+"""Transfer backends: they move bytes between registered memory regions, and know nothing else."""

@@ -1,0 +1,448 @@
+"""Every message on the wire, and the bounds of each. The protocol exists once, here.
+
+Sockets
+    control   ranks and workers (DEALER) <-> coordinator (ROUTER); one payload frame per message
+    outcomes  coordinator (XPUB) -> ranks (SUB); two frames: topic (the group), ``Broadcast``
+
+Reliability
+    From a rank to the coordinator: each ``Submit`` numbers its items; the coordinator applies them
+    in order, drops what it has, and tells on every ``Broadcast`` up to where it has each rank's.
+    From the coordinator to a group: events are numbered 1, 2, 3 ... within the epoch; a rank
+    acknowledges the highest number up to which it has everything.
+
+Which attempt does a rank mean?
+    Rooms are used again. Every item carries ``after``: the number of the last event that the engine
+    had *drained* when it made the call. An item made before the engine drained the outcome of the
+    room's last attempt belongs to that attempt, and is late; otherwise it opens a new attempt.
+
+Pages travel as packed little-endian int32 (``bytes``, 4 per page). Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.errors import ProtocolError
+from coordinator.layout import Layout
+from coordinator.reasons import Failure
+
+VERSION: Final = 1
+PAGE_BYTES: Final = 4
+#: Largest aux blob that a handoff carries (first token, sampling state, hidden states).
+MAX_AUX_BYTES: Final = 1 << 20
+MAX_NAME: Final = 128
+MAX_WORLD: Final = 1024
+MAX_ITEMS: Final = 1024
+#: Default bound of a whole frame: the pages of 512K one-token pages, twice over.
+MAX_FRAME_BYTES: Final = 8 << 20
+
+#: msgpack itself ends at 2**64 - 1; msgspec takes no larger bound than an int64.
+U64 = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+RankNumber = Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9._:-]+$")]
+Text = Annotated[str, Meta(max_length=4096)]
+#: 0 is the null id: engines use it for "no room".
+Room = Annotated[int, Meta(ge=1)]
+Aux = Annotated[bytes, Meta(max_length=MAX_AUX_BYTES)]
+
+
+class Role(StrEnum):
+    """Which side of a handoff a group is on."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+# --- rank -> coordinator ---------------------------------------------------------------------
+
+
+class Process(Struct, frozen=True, array_like=True):
+    """Which process a rank is; its pid means something only where both other fields match ours."""
+
+    pid: Count
+    boot_id: Text
+    pid_namespace: Count
+
+
+class Pool(Struct, frozen=True, array_like=True):
+    """A rank's KV pool. ``path`` is empty when the memory cannot be mapped by others."""
+
+    path: Annotated[str, Meta(max_length=255)]
+    size_bytes: Count
+    pages: Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """A rank introduces itself, at first and again after every reconnect.
+
+    ``instance`` is drawn at random once per client object. ``epoch`` and ``acknowledged`` are what
+    the rank already has (0, 0 at first). ``endpoint`` is a decode rank's receiving endpoint.
+    """
+
+    version: int
+    role: Role
+    group: Name
+    rank: RankNumber
+    world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
+    instance: U64
+    process: Process
+    backend: Annotated[str, Meta(max_length=MAX_NAME)]
+    layout: Layout
+    pool: Pool
+    endpoint: Annotated[bytes, Meta(max_length=1 << 20)]
+    epoch: U64 = 0
+    acknowledged: Count = 0
+
+
+class Open(Struct, frozen=True, array_like=True, tag="open"):
+    """Prefill has queued this room."""
+
+    room: Room
+    after: Count
+
+
+class Send(Struct, frozen=True, array_like=True, tag="send"):
+    """Prefill's next pages of this room, in order; ``last`` says that prefill is complete here."""
+
+    room: Room
+    after: Count
+    pages: bytes
+    last: bool
+    aux: Aux = b""
+
+
+class Offer(Struct, frozen=True, array_like=True, tag="offer"):
+    """Decode's pages of this room are ready; its first ``prefix_pages`` pages it has already."""
+
+    room: Room
+    after: Count
+    pages: bytes
+    prefix_pages: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+
+
+class Extend(Struct, frozen=True, array_like=True, tag="extend"):
+    """Decode still has this room in its queue: move the deadline."""
+
+    room: Room
+    after: Count
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
+    """This rank's engine gives the room up, or has an error of its own with it; ``why`` is carried."""
+
+    room: Room
+    after: Count
+    why: Text = ""
+
+
+Item = Open | Send | Offer | Extend | Cancel
+
+
+class Submit(Struct, frozen=True, array_like=True, tag="submit"):
+    """A rank's items, and what it has heard. Sent at least once per heartbeat.
+
+    Attributes:
+        epoch: the epoch that the numbers belong to.
+        first: number of ``items[0]``; items are numbered 1, 2, 3 ... over the life of a client.
+        acknowledged: it has every event up to this one.
+        applied: its engine has drained every event up to this one.
+        listening: it has seen a broadcast of this epoch.
+
+    """
+
+    epoch: U64
+    first: Count
+    acknowledged: Count
+    applied: Count
+    listening: bool
+    items: Annotated[list[Item], Meta(max_length=MAX_ITEMS)]
+
+
+class Bye(Struct, frozen=True, array_like=True, tag="bye"):
+    """The rank leaves in good order."""
+
+    why: Text = ""
+
+
+# --- worker -> coordinator -------------------------------------------------------------------
+
+
+class WorkerHello(Struct, frozen=True, array_like=True, tag="worker"):
+    """A worker introduces itself with the secret that it was started with."""
+
+    version: int
+    token: Annotated[bytes, Meta(min_length=16, max_length=64)]
+    pid: Count
+
+
+class Connected(Struct, frozen=True, array_like=True, tag="connected"):
+    """The link to ``peer`` is up; ``seconds`` is how long that took."""
+
+    peer: Text
+    seconds: float
+
+
+class ConnectFailed(Struct, frozen=True, array_like=True, tag="connect_failed"):
+    """The link to ``peer`` cannot be opened. Its moves fail one by one."""
+
+    peer: Text
+    message: Text
+
+
+class Progress(Struct, frozen=True, array_like=True, tag="progress"):
+    """These moves have got on, or wait behind one that has."""
+
+    moves: list[U64]
+
+
+class MoveDone(Struct, frozen=True, array_like=True, tag="done"):
+    """All bytes of the move are in place."""
+
+    move: U64
+    size_bytes: Count
+    seconds: float
+
+
+class MoveFailed(Struct, frozen=True, array_like=True, tag="failed"):
+    """The move has failed.
+
+    ``kind`` is ``connect``, ``disconnected``, ``transport`` or ``revoked``. ``settled``: the source
+    is quiet; else ``MoveSettled`` follows. ``started``: something of it was posted.
+    """
+
+    move: U64
+    kind: Annotated[str, Meta(max_length=32)]
+    message: Text
+    settled: bool
+    started: bool
+
+
+class MoveSettled(Struct, frozen=True, array_like=True, tag="settled"):
+    """The source of a failed move is quiet now."""
+
+    move: U64
+
+
+class Fenced(Struct, frozen=True, array_like=True, tag="fenced"):
+    """Nothing is sent to ``peer`` any more; its link is gone. ``error`` is empty when that is so."""
+
+    peer: Text
+    error: Text = ""
+
+
+Report = Connected | ConnectFailed | Progress | MoveDone | MoveFailed | MoveSettled | Fenced
+
+
+class Reports(Struct, frozen=True, array_like=True, tag="reports"):
+    """A worker's reports, in order; an empty one is its sign of life."""
+
+    items: Annotated[list[Report], Meta(max_length=MAX_ITEMS)]
+
+
+# --- coordinator -> worker -------------------------------------------------------------------
+
+
+class ConnectPeer(Struct, frozen=True, array_like=True, tag="connect"):
+    """Open a link to a decode rank; ``pages`` and ``layout`` describe its pool."""
+
+    peer: str
+    endpoint: bytes
+    layout: Layout
+    world_size: int
+    rank: int
+    pages: int
+
+
+class Move(Struct, frozen=True, array_like=True, tag="move"):
+    """Write our pages onto the peer's, pairwise; both lists have the same length."""
+
+    move: int
+    peer: str
+    source_pages: bytes
+    destination_pages: bytes
+
+
+class Revoke(Struct, frozen=True, array_like=True, tag="revoke"):
+    """Drop what of these moves is not posted yet; report each as failed (``revoked``)."""
+
+    moves: list[int]
+
+
+class FencePeer(Struct, frozen=True, array_like=True, tag="fence"):
+    """Destroy the link to ``peer`` and forget it; answer ``Fenced``."""
+
+    peer: str
+
+
+Command = ConnectPeer | Move | Revoke | FencePeer
+
+
+class Commands(Struct, frozen=True, array_like=True, tag="commands"):
+    """Commands to a worker, in order."""
+
+    items: list[Command]
+
+
+# --- coordinator -> rank ---------------------------------------------------------------------
+
+
+class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
+    """The one verdict of a handoff. ``failure`` is None when it succeeded."""
+
+    room: int
+    attempt: int
+    failure: Failure | None = None
+    aux: bytes = b""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether KV and side data are in place on every decode rank."""
+        return self.failure is None
+
+
+class Released(Struct, frozen=True, array_like=True, tag="released"):
+    """This side's pages of the handoff are quiet: they may be used again."""
+
+    room: int
+    attempt: int
+
+
+Event = Outcome | Released
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """The answer to ``Hello``.
+
+    Attributes:
+        epoch: this coordinator's incarnation.
+        outcomes: the address to subscribe to.
+        first: number of ``events[0]``; the rank has, or will never need, what came before.
+        events: every event that this rank has not acknowledged.
+        stable: up to where every live rank of the group has the events.
+        received: up to which number the coordinator has this rank's items.
+        heartbeat_s: how often each side gives a sign of life at least.
+
+    """
+
+    epoch: int
+    outcomes: str
+    first: int
+    events: list[Event]
+    stable: int
+    received: int
+    heartbeat_s: float
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """A registration, a frame or an item was not accepted.
+
+    ``fatal`` says that the rank must not try again by itself. ``room`` is 0 when it is about none.
+    """
+
+    code: str
+    message: str
+    room: int = 0
+    fatal: bool = False
+
+
+class WhoAreYou(Struct, frozen=True, array_like=True, tag="who"):
+    """The coordinator does not know the sender (it was restarted, or the rank was lost): say Hello."""
+
+    epoch: int
+
+
+class Resend(Struct, frozen=True, array_like=True, tag="resend"):
+    """Items after this number did not arrive in order: submit them again."""
+
+    received: int
+
+
+class Stop(Struct, frozen=True, array_like=True, tag="stop"):
+    """A worker ends in good order."""
+
+
+class Broadcast(Struct, frozen=True, array_like=True, tag="broadcast"):
+    """Events of one group, in order; with none it is a heartbeat (``first`` is then head + 1).
+
+    Attributes:
+        received: for each rank of the group, up to which number its items have arrived.
+        ready: all ranks of the group have seen a broadcast.
+
+    """
+
+    epoch: int
+    first: int
+    stable: int
+    received: list[int]
+    ready: bool
+    events: list[Event]
+
+
+FromPeer = Hello | Submit | Bye | WorkerHello | Reports
+ToRank = Welcome | Refused | WhoAreYou | Resend
+ToWorker = Commands | Refused | Stop
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_peer = msgspec.msgpack.Decoder(FromPeer)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_broadcast = msgspec.msgpack.Decoder(Broadcast)
+
+encode = _encoder.encode
+
+
+def decode_from_peer(frame: bytes) -> FromPeer:
+    """Decode what a rank or a worker sent.
+
+    Raises:
+        ProtocolError: the frame is malformed, or a ``Hello`` of another protocol version.
+
+    """
+    try:
+        return _from_peer.decode(frame)
+    except msgspec.MsgspecError as error:
+        message = _foreign_version(frame) or f"malformed message: {error}"
+        raise ProtocolError(message) from error
+
+
+def decode_to_rank(frame: bytes) -> ToRank:
+    """Decode what the coordinator sent to a rank on its control connection."""
+    return _decode(_to_rank, frame)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Decode what the coordinator sent to a worker."""
+    return _decode(_to_worker, frame)
+
+
+def decode_broadcast(frame: bytes) -> Broadcast:
+    """Decode the second frame of a broadcast."""
+    return _decode(_broadcast, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    try:
+        return decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        message = f"malformed message: {error}"
+        raise ProtocolError(message) from error
+
+
+def _foreign_version(frame: bytes) -> str | None:
+    """Name both versions when the frame is a Hello of another protocol, whose fields may differ."""
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except msgspec.MsgspecError:
+        return None
+    match fields:
+        case [str("hello" | "worker"), int(version), *_] if version != VERSION:
+            return f"protocol version {version} is not spoken here; this coordinator speaks {VERSION}"
+        case _:
+            return None
