@@ -1,0 +1,117 @@
+"""Checks on the block lists of a write, and their merging into runs: pure numpy, for all backends.
+
+Every backend calls ``check_parts`` before its engine sees anything. It is what keeps a wrong page
+list from touching memory outside a registered region, on either side.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from backends.base import InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from backends.base import BlockIndex, Grid, Part
+
+
+class Runs(NamedTuple):
+    """Contiguous copies: three int64 arrays of one length.
+
+    Attributes:
+        source: byte offsets in the source region.
+        destination: byte offsets in the destination region.
+        size_bytes: lengths.
+
+    """
+
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    size_bytes: NDArray[np.int64]
+
+
+def check_parts(parts: Sequence[Part], local_bytes: Sequence[int], remote_bytes: Sequence[int]) -> int:
+    """Refuse a write that is not wholly inside registered memory; return its size in bytes.
+
+    Args:
+        parts: what is to be written.
+        local_bytes: sizes of our registered regions, by number.
+        remote_bytes: sizes of the peer's registered regions, by number.
+
+    Raises:
+        InvalidTransferError: naming the part and what is wrong with it.
+
+    """
+    size_bytes = 0
+    for number, part in enumerate(parts):
+        problem = (
+            grid_problem("source", part.source, local_bytes)
+            or grid_problem("destination", part.destination, remote_bytes)
+            or _blocks_problem("source", part.source_blocks, part.source.count)
+            or _blocks_problem("destination", part.destination_blocks, part.destination.count)
+            or _pairing_problem(part)
+        )
+        if problem:
+            message = f"part {number}: {problem}"
+            raise InvalidTransferError(message)
+        size_bytes += part.size_bytes
+    if not size_bytes:
+        message = "the write has no blocks"
+        raise InvalidTransferError(message)
+    return size_bytes
+
+
+def grid_problem(side: str, grid: Grid, region_bytes: Sequence[int]) -> str | None:
+    """What is wrong with ``grid``, given the sizes of the regions it may lie in; else ``None``."""
+    fields = (grid.region, grid.offset_bytes, grid.block_bytes, grid.stride_bytes, grid.count)
+    if not all(type(value) is int for value in fields):
+        return f"{side} grid has a field that is not an int: {grid}"
+    if not 0 <= grid.region < len(region_bytes):
+        return f"{side} region {grid.region} is not registered; there are {len(region_bytes)}"
+    if grid.offset_bytes < 0 or grid.count < 1 or not 1 <= grid.block_bytes <= grid.stride_bytes:
+        return f"{side} grid is impossible: {grid}"
+    if grid.end_bytes > region_bytes[grid.region]:
+        return (
+            f"{side} grid ends at byte {grid.end_bytes}, region {grid.region} has {region_bytes[grid.region]}"
+        )
+    return None
+
+
+def _blocks_problem(side: str, blocks: BlockIndex, count: int) -> str | None:
+    """What is wrong with a block list, given the number of blocks of its grid; else ``None``."""
+    if not isinstance(blocks, np.ndarray) or blocks.dtype != np.int32 or blocks.ndim != 1:
+        return f"{side} blocks must be a numpy array of int32 with one dimension"
+    if blocks.size and (blocks.min() < 0 or blocks.max() >= count):
+        return f"{side} blocks reach from {blocks.min()} to {blocks.max()}, the grid has {count}"
+    return None
+
+
+def _pairing_problem(part: Part) -> str | None:
+    """Why the two sides of a part do not fit each other; else ``None``."""
+    if part.source_blocks.size != part.destination_blocks.size:
+        return f"{part.source_blocks.size} source blocks, {part.destination_blocks.size} destination blocks"
+    if part.source.block_bytes != part.destination.block_bytes:
+        return (
+            f"source blocks have {part.source.block_bytes} bytes, "
+            f"destination blocks {part.destination.block_bytes}"
+        )
+    return None
+
+
+def merged_runs(part: Part) -> Runs:
+    """Byte runs of a checked part, in its order; blocks adjacent on both sides are one run."""
+    block_bytes = part.source.block_bytes
+    source = part.source.offset_bytes + part.source_blocks.astype(np.int64) * part.source.stride_bytes
+    destination = (
+        part.destination.offset_bytes
+        + part.destination_blocks.astype(np.int64) * part.destination.stride_bytes
+    )
+    adjacent = (np.diff(source) == block_bytes) & (np.diff(destination) == block_bytes)
+    starts = np.concatenate(([0], np.flatnonzero(~adjacent) + 1)) if source.size else np.empty(0, np.int64)
+    lengths = np.diff(np.append(starts, source.size)) * block_bytes
+    return Runs(source[starts], destination[starts], lengths)
