@@ -1,0 +1,146 @@
+"""Who must agree: the ranks of each engine, what they have heard, and when a group is ready."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.broadcast import GroupLog
+
+if TYPE_CHECKING:
+    from coordinator.handoff import Handoff
+    from coordinator.messages import Hello, Role
+
+
+class Rank:
+    """One life of one rank: a client object in an engine's process.
+
+    Attributes:
+        identity: its routing id on the control socket.
+        received: its items have arrived up to this number.
+        acknowledged: it has every event of its group up to this one.
+        applied: its engine has drained every event up to this one.
+        listening: it has seen a broadcast.
+        alive: it is a member of its group now.
+        gone: it is proven that its process does not run any more, or that its place is taken.
+        seen_at_s: its last sign of life, on the loop's clock.
+
+    """
+
+    __slots__ = (
+        "acknowledged",
+        "alive",
+        "applied",
+        "gone",
+        "group",
+        "hello",
+        "identity",
+        "listening",
+        "number",
+        "received",
+        "seen_at_s",
+    )
+
+    def __init__(self, group: Group, hello: Hello, identity: bytes, acknowledged: int, now_s: float) -> None:
+        """A rank that has just said ``hello``."""
+        self.group = group
+        self.hello = hello
+        self.identity = identity
+        self.number = hello.rank
+        self.received = 0
+        self.acknowledged = acknowledged
+        self.applied = acknowledged
+        self.listening = False
+        self.alive = True
+        self.gone = False
+        self.seen_at_s = now_s
+
+    @property
+    def name(self) -> str:
+        """``group/rank``, as failures and logs name it."""
+        return f"{self.group.name}/{self.number}"
+
+    @property
+    def peer(self) -> str:
+        """The name of this one life, as workers know it."""
+        return f"{self.name}#{self.hello.instance:x}"
+
+
+class Group:
+    """All ranks of one engine that must agree.
+
+    Attributes:
+        ranks: by number; None where no rank has joined yet. A lost rank stays until it is replaced.
+        incarnation: counted up whenever a member is lost; its handoffs fail with it.
+        log: the events of this group.
+        published: events up to here have been broadcast.
+        ended: rooms whose verdict some rank has not drained yet -> the number of that verdict.
+        handoffs: the handoffs in flight that this group takes part in.
+
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        """A group as its first rank describes it."""
+        self.name: str = hello.group
+        self.topic = hello.group.encode() + b"\0"
+        self.role: Role = hello.role
+        self.world_size: int = hello.world_size
+        self.layout = hello.layout
+        self.backend: str = hello.backend
+        self.ranks: list[Rank | None] = [None] * hello.world_size
+        self.incarnation = 1
+        self.log = GroupLog()
+        self.published = 0
+        self.published_at_s = float("-inf")
+        self.stable = 0
+        self.ready = False
+        self.ended: dict[int, int] = {}
+        self.handoffs: set[Handoff] = set()
+
+    @property
+    def live(self) -> list[Rank]:
+        """The members that are alive."""
+        return [rank for rank in self.ranks if rank is not None and rank.alive]
+
+    def received(self) -> list[int]:
+        """For each rank, up to which number its items have arrived."""
+        return [0 if rank is None else rank.received for rank in self.ranks]
+
+    def missing(self) -> list[str]:
+        """The members that are not there, or have not seen a broadcast yet, by name."""
+        return [
+            f"{self.name}/{number}"
+            for number, rank in enumerate(self.ranks)
+            if rank is None or not rank.alive or not rank.listening
+        ]
+
+    def heard(self) -> bool:
+        """Bring ``stable`` and ``ready`` up to date and drop what nobody needs; True on a change.
+
+        Stable is what every live member has. What is kept is more: a member that has not joined
+        yet, or that was lost but may come back, still gets what it missed.
+        """
+        live = self.live
+        stable = max(self.stable, min((rank.acknowledged for rank in live), default=self.stable))
+        ready = len(live) == self.world_size and all(rank.listening for rank in live)
+        changed = (stable, ready) != (self.stable, self.ready)
+        self.stable, self.ready = stable, ready
+        if changed:
+            self.log.trim(
+                min(
+                    self.log.first - 1 if rank is None else rank.acknowledged
+                    for rank in self.ranks
+                    if rank is None or not rank.gone
+                )
+                if any(rank is None or not rank.gone for rank in self.ranks)
+                else self.stable
+            )
+        return changed
+
+    def drained(self) -> None:
+        """Forget the verdicts that every live member's engine has drained."""
+        applied = min((rank.applied for rank in self.live), default=self.log.head)
+        while self.ended:
+            room = next(iter(self.ended))
+            if self.ended[room] > applied:
+                return
+            del self.ended[room]

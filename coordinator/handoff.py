@@ -1,0 +1,178 @@
+"""One task per handoff. The task owns time, the state machine owns state."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from coordinator.machine import (
+    Aborted,
+    AllMoving,
+    Conclude,
+    Event,
+    ExtendClock,
+    HandoffMachine,
+    Late,
+    Refuse,
+    Release,
+    Revoke,
+    StartClock,
+    StartMove,
+)
+from coordinator.messages import Role
+from coordinator.reasons import Failure, Reason
+
+if TYPE_CHECKING:
+    from coordinator.config import HandoffBounds
+    from coordinator.groups import Group
+
+
+class Desk(Protocol):
+    """What a handoff needs from the service around it."""
+
+    bounds: HandoffBounds
+
+    def start_move(self, handoff: Handoff, move: StartMove) -> None:
+        """Have the bytes of a move written."""
+
+    def revoke(self, handoff: Handoff, moves: tuple[int, ...]) -> None:
+        """Tell that these moves need not be started any more."""
+
+    def concluded(self, handoff: Handoff) -> None:
+        """Tell the verdict to both groups."""
+
+    def released(self, handoff: Handoff, side: Role) -> None:
+        """Tell one side that its pages are quiet."""
+
+    def late(self, handoff: Handoff, event: Event) -> None:
+        """Count and log an event that came after the verdict."""
+
+    def trail(self, handoff: Handoff, step: str) -> None:
+        """Log a step of a handoff's trail."""
+
+    async def make_quiet(self, handoff: Handoff) -> None:
+        """Wait, then use force, until nothing of a failed handoff moves any more."""
+
+    def closed(self, handoff: Handoff) -> None:
+        """The task is over: verdict told, all pages released."""
+
+
+class Handoff:
+    """One attempt to move one room's KV pages from a prefill group to a decode group.
+
+    Attributes:
+        machine: its state.
+        prefill, decode: its groups, as far as known.
+        opened_at_s, complete_at_s, concluded_at_s: when, on the loop's clock.
+        moved_bytes: bytes that have arrived.
+
+    """
+
+    __slots__ = (
+        "_clock",
+        "_desk",
+        "_prefill_complete",
+        "_settled",
+        "_task",
+        "complete_at_s",
+        "concluded_at_s",
+        "decode",
+        "machine",
+        "moved_bytes",
+        "opened_at_s",
+        "prefill",
+    )
+
+    def __init__(self, room: int, attempt: int, desk: Desk) -> None:
+        """Create the handoff and its task. No clock runs yet."""
+        loop = asyncio.get_running_loop()
+        self.machine = HandoffMachine(room, attempt)
+        self.prefill: Group | None = None
+        self.decode: Group | None = None
+        self.opened_at_s = loop.time()
+        self.complete_at_s = 0.0
+        self.concluded_at_s = 0.0
+        self.moved_bytes = 0
+        self._desk = desk
+        self._prefill_complete = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._clock: asyncio.Timeout | None = None
+        self._task = loop.create_task(self._run())
+
+    @property
+    def room(self) -> int:
+        """The request's id."""
+        return self.machine.room
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that are known so far."""
+        return tuple(group for group in (self.prefill, self.decode) if group is not None)
+
+    def missing(self) -> str:
+        """What it still waits for, with the groups' names."""
+        return self.machine.missing(
+            self.prefill.name if self.prefill else "any prefill group",
+            self.decode.name if self.decode else "any decode group",
+        )
+
+    def apply(self, event: Event) -> Refuse | None:
+        """Feed the state machine and carry out its effects; returns a refusal for the sender."""
+        refusal: Refuse | None = None
+        for effect in self.machine.apply(event, asyncio.get_running_loop().time()):
+            match effect:
+                case StartMove():
+                    self._desk.start_move(self, effect)
+                case StartClock():
+                    self.complete_at_s = asyncio.get_running_loop().time()
+                    self._prefill_complete.set()
+                    self._desk.trail(self, "handoff.prefill_complete")
+                case AllMoving():
+                    self._desk.trail(self, "handoff.moving")
+                case Conclude():
+                    self.concluded_at_s = asyncio.get_running_loop().time()
+                    self._desk.concluded(self)
+                    self._prefill_complete.set()
+                    self._settled.set()
+                case Release(side=side):
+                    self._desk.released(self, side)
+                case Revoke(moves=moves):
+                    self._desk.revoke(self, moves)
+                case ExtendClock():
+                    self.reschedule()
+                case Late(event=late):
+                    self._desk.late(self, late)
+                case Refuse():
+                    refusal = effect
+        return refusal
+
+    def fail(self, reason: Reason, message: str, origin: str = "") -> None:
+        """Fail the handoff, unless its verdict is known."""
+        if not self.machine.state.terminal:
+            self.apply(Aborted(Failure(reason, origin, message)))
+
+    def reschedule(self) -> None:
+        """Give a running clock its full bound from now, up to the hard cap."""
+        if self._clock is None or self._clock.expired():
+            return
+        bounds = self._desk.bounds
+        now_s = asyncio.get_running_loop().time()
+        self._clock.reschedule(
+            min(now_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s)
+        )
+
+    async def _run(self) -> None:
+        await self._prefill_complete.wait()  # no bound: prefill may take minutes
+        try:
+            async with asyncio.timeout_at(self.complete_at_s + self._desk.bounds.deadline_s) as self._clock:
+                await self._settled.wait()
+        except TimeoutError:
+            if not self._clock.expired():
+                raise
+            waited_s = asyncio.get_running_loop().time() - self.complete_at_s
+            self.fail(Reason.DEADLINE, f"waited {waited_s:.1f} s after prefill for {self.missing()}")
+        finally:
+            self._clock = None
+        if self.machine.held:
+            await self._desk.make_quiet(self)
+        self._desk.closed(self)

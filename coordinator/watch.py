@@ -1,0 +1,83 @@
+"""Things that must give a sign within a bound: ranks, moving legs, offers, connects.
+
+One bound for all members makes the oldest sign the next to expire. A dict keeps insertion order, so
+a sign is a pop and an insert, and one timer per watch, at the oldest member, serves any number of
+them: exact, and no cost while nothing expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Watch(Generic[K]):
+    """Calls ``expired(key)`` once for a member that gave no sign for ``bound_s``, and drops it."""
+
+    def __init__(self, bound_s: float, expired: Callable[[K], None]) -> None:
+        """Start empty. ``bound_s`` may be changed at any time with ``rebound``."""
+        self._bound_s = bound_s
+        self._expired = expired
+        self._seen: dict[K, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """How many members are watched."""
+        return len(self._seen)
+
+    def __contains__(self, key: K) -> bool:
+        """Whether ``key`` is watched."""
+        return key in self._seen
+
+    @property
+    def bound_s(self) -> float:
+        """How long a member may be silent."""
+        return self._bound_s
+
+    def rebound(self, bound_s: float) -> None:
+        """Change the bound, also for members that are watched already."""
+        self._bound_s = bound_s
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._arm()
+
+    def sign(self, key: K) -> None:
+        """Note a sign of ``key`` now; an unknown key becomes a member."""
+        self._seen.pop(key, None)
+        self._seen[key] = asyncio.get_running_loop().time()
+        if self._timer is None:
+            self._arm()
+
+    def discard(self, key: K) -> None:
+        """Watch ``key`` no longer."""
+        self._seen.pop(key, None)
+
+    def close(self) -> None:
+        """Forget all members; nothing expires any more."""
+        self._seen.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        for oldest in self._seen.values():
+            self._timer = asyncio.get_running_loop().call_at(oldest + self._bound_s, self._expire)
+            return
+
+    def _expire(self) -> None:
+        self._timer = None
+        horizon = asyncio.get_running_loop().time() - self._bound_s
+        overdue = []
+        for key, seen in self._seen.items():
+            if seen > horizon:
+                break
+            overdue.append(key)
+        for key in overdue:
+            self.discard(key)
+        self._arm()
+        for key in overdue:
+            self._expired(key)
