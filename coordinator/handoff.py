@@ -25,6 +25,7 @@ from coordinator.reasons import Failure, Reason
 if TYPE_CHECKING:
     from coordinator.config import HandoffBounds
     from coordinator.groups import Group
+    from coordinator.transfers import Flight
 
 
 class Desk(Protocol):
@@ -54,7 +55,10 @@ class Desk(Protocol):
         """Wait, then use force, until nothing of a failed handoff moves any more."""
 
     def closed(self, handoff: Handoff) -> None:
-        """The task is over: verdict told, all pages released."""
+        """Forget the handoff: verdict told, all pages released."""
+
+    def broken(self, handoff: Handoff, error: Exception) -> None:
+        """Log that a handoff's task died of a bug; its pages stay held."""
 
 
 class Handoff:
@@ -65,6 +69,7 @@ class Handoff:
         prefill, decode: its groups, as far as known.
         opened_at_s, complete_at_s, concluded_at_s: when, on the loop's clock.
         moved_bytes: bytes that have arrived.
+        flights: its moves that are under way or not quiet yet, by number.
 
     """
 
@@ -77,6 +82,7 @@ class Handoff:
         "complete_at_s",
         "concluded_at_s",
         "decode",
+        "flights",
         "machine",
         "moved_bytes",
         "opened_at_s",
@@ -93,6 +99,7 @@ class Handoff:
         self.complete_at_s = 0.0
         self.concluded_at_s = 0.0
         self.moved_bytes = 0
+        self.flights: dict[int, Flight] = {}
         self._desk = desk
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()
@@ -162,17 +169,28 @@ class Handoff:
         )
 
     async def _run(self) -> None:
-        await self._prefill_complete.wait()  # no bound: prefill may take minutes
         try:
-            async with asyncio.timeout_at(self.complete_at_s + self._desk.bounds.deadline_s) as self._clock:
+            await self._prefill_complete.wait()  # no bound: prefill may take minutes
+            if not self._settled.is_set():
+                await self._wait_bounded()
+            if self.machine.held:
+                await self._desk.make_quiet(self)
+        except Exception as error:  # noqa: BLE001 - the supervised door: a bug here must not leave a room without a verdict
+            self.fail(Reason.INTERNAL, f"{type(error).__name__} in the coordinator: {error}")
+            self._desk.broken(self, error)
+        else:
+            self._desk.closed(self)
+
+    async def _wait_bounded(self) -> None:
+        """Wait for the verdict from prefill-complete on; at the deadline, make it Failed."""
+        deadline_s = self.complete_at_s + self._desk.bounds.deadline_s
+        try:
+            async with asyncio.timeout_at(deadline_s) as self._clock:
                 await self._settled.wait()
         except TimeoutError:
-            if not self._clock.expired():
+            if not (self._clock and self._clock.expired()):
                 raise
             waited_s = asyncio.get_running_loop().time() - self.complete_at_s
             self.fail(Reason.DEADLINE, f"waited {waited_s:.1f} s after prefill for {self.missing()}")
         finally:
             self._clock = None
-        if self.machine.held:
-            await self._desk.make_quiet(self)
-        self._desk.closed(self)

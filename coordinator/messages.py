@@ -173,11 +173,15 @@ class Bye(Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class WorkerHello(Struct, frozen=True, array_like=True, tag="worker"):
-    """A worker introduces itself with the secret that it was started with."""
+    """A worker introduces itself with the secret that it was started with.
+
+    ``lands_after_settled`` is what its backend declares: bytes of a settled move may still land.
+    """
 
     version: int
     token: Annotated[bytes, Meta(min_length=16, max_length=64)]
     pid: Count
+    lands_after_settled: bool = True
 
 
 class Connected(Struct, frozen=True, array_like=True, tag="connected"):

@@ -1,0 +1,126 @@
+"""Pages are released when they are quiet: the rules, and the ladder that makes them so.
+
+The verdict of a handoff is never delayed by this, and nothing is released unproven.
+
+    source       quiet when the worker says that the move is settled, its link is fenced, or the
+                 worker's process is dead
+    destination  quiet after that *and*, where the backend's bytes may still land, ``drain_s`` with
+                 the decode rank proven alive meanwhile; or at once when that rank is gone
+
+Ladder after a failure: wait ``settle_s`` for the moves to end -> fence the peers concerned -> kill
+the worker -> hold for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from coordinator.machine import MoveQuiet
+from coordinator.messages import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from coordinator.config import ReleaseBounds
+    from coordinator.handoff import Handoff
+    from coordinator.transfers import Flight, Route, Transfers
+
+_log = structlog.get_logger()
+
+
+
+
+class Releases:
+    """Sees to it that the pages of failed handoffs become quiet."""
+
+    def __init__(self, bounds: ReleaseBounds, transfers: Transfers, heartbeat_s: float) -> None:
+        """Use force through ``transfers``."""
+        self.bounds = bounds
+        self._transfers = transfers
+        self._heartbeat_s = heartbeat_s
+        self._waiting: dict[Handoff, asyncio.Event] = {}
+        transfers.quieting = self
+
+    def __len__(self) -> int:
+        """How many handoffs have failed and are not quiet."""
+        return len(self._waiting)
+
+    async def make_quiet(self, handoff: Handoff) -> None:
+        """Climb the ladder until both sides of the handoff are released. May never return."""
+        changed = self._waiting[handoff] = asyncio.Event()
+        try:
+            for force in (self._fence, self._kill):
+                if await self._settled_within(handoff, changed, self.bounds.settle_s):
+                    break
+                force(handoff)
+            while handoff.machine.held:
+                changed.clear()
+                await changed.wait()
+        finally:
+            del self._waiting[handoff]
+
+    def changed(self, handoff: Handoff) -> None:
+        """Wake the ladder of a handoff: one of its moves settled, or a side was released."""
+        event = self._waiting.get(handoff)
+        if event is not None:
+            event.set()
+
+    def settled(self, flight: Flight, *, started: bool) -> None:
+        """The source of a failed flight is quiet: see to its destination."""
+        self.changed(flight.handoff)
+        if not started or flight.route.rank.gone:
+            self._destination_quiet(flight)
+        elif not flight.route.crew.worker.lands_after_settled:
+            self._destination_quiet(flight)
+        else:
+            self._drain(flight, asyncio.get_running_loop().time() + self.bounds.drain_s)
+
+    def fenced(self, route: Route, error: str) -> None:
+        """A fence was answered; one that did not work leaves only the process itself."""
+        if error:
+            route.crew.worker.kill(f"the link to {route.rank.name} cannot be fenced: {error}")
+
+    def _drain(self, flight: Flight, until_s: float) -> None:
+        """Hold the destination until its rank has given a sign of life after ``until_s``."""
+        loop = asyncio.get_running_loop()
+        rank = flight.route.rank
+        if rank.gone or rank.seen_at_s >= until_s:
+            self._destination_quiet(flight)
+        else:
+            wait_s = max(until_s - loop.time(), self._heartbeat_s / 4)
+            loop.call_later(wait_s, self._drain, flight, until_s)
+
+    def _destination_quiet(self, flight: Flight) -> None:
+        flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
+        self.changed(flight.handoff)
+
+    async def _settled_within(self, handoff: Handoff, changed: asyncio.Event, bound_s: float) -> bool:
+        """Wait until no flight of the handoff can read its source any more; False at the bound."""
+        try:
+            async with asyncio.timeout(bound_s):
+                while handoff.flights:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _fence(self, handoff: Handoff) -> None:
+        for route in _each(flight.route for flight in handoff.flights.values()):
+            _log.warning("release.fence", room=handoff.room, attempt=handoff.machine.attempt, route=route.name)
+            self._transfers.fence(route)
+
+    def _kill(self, handoff: Handoff) -> None:
+        for worker in _each(flight.route.crew.worker for flight in handoff.flights.values()):
+            worker.kill(f"a move of room {handoff.room} cannot be made quiet in another way")
+
+
+_T = TypeVar("_T")
+
+
+def _each(items: Iterable[_T]) -> list[_T]:
+    """Each item once, in order."""
+    return list(dict.fromkeys(items))

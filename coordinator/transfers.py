@@ -1,0 +1,402 @@
+"""Moves on their way: which worker writes to which decode rank, and what has become of it.
+
+A *flight* is one move handed to a worker. A *route* is what one worker knows of one decode rank: its
+link is connecting, up or down. Reports come in, events go to the handoffs' machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from itertools import count
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from coordinator.machine import Moved, MoveFailed, MoveQuiet, StartMove
+from coordinator.messages import (
+    Connected,
+    ConnectFailed,
+    ConnectPeer,
+    Fenced,
+    FencePeer,
+    Move,
+    MoveDone,
+    MoveSettled,
+    Progress,
+    Report,
+    Revoke,
+    Role,
+)
+from coordinator.messages import MoveFailed as MoveFailedReport
+from coordinator.reasons import Failure, Reason
+from coordinator.watch import Watch
+from coordinator.worker.supervisor import CommandQueue, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from coordinator.config import Config
+    from coordinator.groups import Rank
+    from coordinator.handoff import Handoff
+
+#: Pauses before connecting again to a rank that could not be reached, seconds.
+RECONNECT_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+
+_REASONS: Final = {
+    "connect": Reason.CONNECT,
+    "disconnected": Reason.TRANSPORT,
+    "transport": Reason.TRANSPORT,
+    "revoked": Reason.TRANSPORT,
+}
+
+_log = structlog.get_logger()
+
+
+class RouteState(StrEnum):
+    """What is known of a worker's link to a decode rank."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    FENCING = "fencing"
+    DOWN = "down"
+
+
+class Route:
+    """One worker's way to one decode rank."""
+
+    __slots__ = ("crew", "failures", "flights", "rank", "retry", "state", "trouble")
+
+    def __init__(self, crew: Crew, rank: Rank) -> None:
+        """A way that is not open yet."""
+        self.crew = crew
+        self.rank = rank
+        self.state = RouteState.DOWN
+        self.flights: dict[int, Flight] = {}
+        self.failures = 0
+        self.trouble = ""
+        self.retry: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        """Names both ends."""
+        return f"{self.crew.worker.rank.name} -> {self.rank.name}"
+
+
+class Flight:
+    """One move in the hands of a worker.
+
+    ``started`` is whether anything of it may have been posted; ``settled`` is whether the source is
+    quiet; ``ended`` whether the worker reported its end.
+    """
+
+    __slots__ = ("ended", "handoff", "move", "number", "route", "settled")
+
+    def __init__(self, number: int, handoff: Handoff, move: int, route: Route) -> None:
+        """A move that was just handed over."""
+        self.number = number
+        self.handoff = handoff
+        self.move = move
+        self.route = route
+        self.ended = False
+        self.settled = False
+
+
+class Crew:
+    """A worker with its command queue and its routes."""
+
+    __slots__ = ("commands", "routes", "worker")
+
+    def __init__(self, worker: Worker, send: Callable[[list[bytes]], bool]) -> None:
+        """A worker that has no routes yet."""
+        self.worker = worker
+        self.commands = CommandQueue(send, worker)
+        self.routes: dict[str, Route] = {}
+
+
+class Quieting(Protocol):
+    """Who sees to it that failed flights become quiet (``coordinator.release``)."""
+
+    def settled(self, flight: Flight, *, started: bool) -> None:
+        """The source of a failed flight is quiet; its destination may not be."""
+
+    def fenced(self, route: Route, error: str) -> None:
+        """A fence was answered."""
+
+
+class Transfers:
+    """All flights and routes. Owned by the service; every call is on the event loop."""
+
+    def __init__(self, config: Config, send: Callable[[list[bytes]], bool]) -> None:
+        """``send`` puts a message on the control socket."""
+        self.crews: dict[Rank, Crew] = {}
+        self.flights: dict[int, Flight] = {}
+        self.quieting: Quieting
+        self.confirm_alive: Callable[[Rank], bool]
+        self._send = send
+        self._numbers = count(1)
+        self._stalls: Watch[int] = Watch(config.handoff.stall_s, self._stalled)
+        self._connects: Watch[Route] = Watch(config.peer.connect_s, self._connect_expired)
+
+    # Workers and decode ranks come and go
+
+    def enlist(self, worker: Worker) -> Crew:
+        """Take a worker on."""
+        crew = self.crews[worker.rank] = Crew(worker, self._send)
+        return crew
+
+    def worker_up(self, worker: Worker) -> None:
+        """Connect a worker's new life to everything it has routes to, and hand over what waited."""
+        crew = self.crews[worker.rank]
+        waiting = [command for command in crew.commands.clear() if isinstance(command, Move)]
+        for route in crew.routes.values():
+            self._connect(route)
+        for command in waiting:
+            crew.commands.put(command)
+        crew.commands.flush()
+
+    def worker_down(self, worker: Worker, cause: str) -> None:
+        """Fail what a dead worker had: its source is quiet now."""
+        crew = self.crews.get(worker.rank)
+        if crew is None:
+            return
+        crew.commands.clear()
+        for route in crew.routes.values():
+            route.state = RouteState.DOWN
+            self._forget_clocks(route)
+            for flight in list(route.flights.values()):
+                failure = Failure(Reason.TRANSPORT, worker.rank.name, f"the {worker.name} died: {cause}")
+                self._flight_failed(flight, failure, settled=True, started=True)
+
+    def dismiss(self, rank: Rank) -> None:
+        """Forget a worker that has ended for good."""
+        self.crews.pop(rank, None)
+
+    def connect(self, source: Rank, target: Rank) -> None:
+        """Open the way from a prefill rank's worker to a decode rank, before it is needed."""
+        crew = self.crews.get(source)
+        if crew is not None:
+            self._route(crew, target)
+
+    def rank_gone(self, rank: Rank) -> None:
+        """A decode rank is proven dead or replaced: nothing can land there any more."""
+        for crew in self.crews.values():
+            route = crew.routes.pop(rank.peer, None)
+            if route is None:
+                continue
+            self._forget_clocks(route)
+            if crew.worker.identity is not None:
+                crew.commands.put(FencePeer(rank.peer))
+            for flight in list(route.flights.values()):
+                flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
+
+    def close(self) -> None:
+        """Stop all clocks."""
+        self._stalls.close()
+        self._connects.close()
+        for crew in self.crews.values():
+            for route in crew.routes.values():
+                self._forget_clocks(route)
+
+    # Moves
+
+    def start(self, handoff: Handoff, move: StartMove) -> None:
+        """Hand a move to the worker of its prefill rank."""
+        source, target = self._ends(handoff, move)
+        crew = self.crews.get(source) if source is not None else None
+        if crew is None or target is None or not target.alive:
+            self._refuse(handoff, move, Reason.INTERNAL, "a rank of the leg has no worker or is gone")
+            return
+        route = self._route(crew, target)
+        if route.state is RouteState.DOWN and crew.worker.identity is not None:
+            # In the pause before the next attempt to connect: fail fast, it may go elsewhere.
+            self._refuse(handoff, move, Reason.CONNECT, f"{route.name} is down: {route.trouble}")
+            return
+        flight = Flight(next(self._numbers), handoff, move.move, route)
+        self.flights[flight.number] = route.flights[flight.number] = flight
+        handoff.flights[move.move] = flight
+        if route.state is RouteState.UP:
+            self._stalls.sign(flight.number)
+        crew.commands.put(Move(flight.number, target.peer, move.source_pages, move.destination_pages))
+
+    def revoke(self, handoff: Handoff, moves: Iterable[int]) -> None:
+        """Tell the workers that these moves need not start any more."""
+        by_crew: dict[Crew, list[int]] = {}
+        for move in moves:
+            flight = handoff.flights.get(move)
+            if flight is not None and not flight.ended:
+                self._stalls.discard(flight.number)
+                by_crew.setdefault(flight.route.crew, []).append(flight.number)
+        for crew, numbers in by_crew.items():
+            crew.commands.put(Revoke(numbers))
+
+    def fence(self, route: Route) -> None:
+        """Have a route's link destroyed; ``Quieting.fenced`` hears of the answer."""
+        if route.state is not RouteState.FENCING:
+            route.state = RouteState.FENCING
+            self._forget_clocks(route)
+            route.crew.commands.put(FencePeer(route.rank.peer))
+
+    def report(self, worker: Worker, report: Report) -> None:
+        """Take a worker's report."""
+        match report:
+            case MoveDone():
+                self._done(report)
+            case Progress(moves=moves):
+                for number in moves:
+                    if number in self._stalls:
+                        self._stalls.sign(number)
+            case MoveFailedReport():
+                self._failed(report)
+            case MoveSettled(move=number):
+                flight = self.flights.get(number)
+                if flight is not None:
+                    self._settle(flight, started=True)
+            case Connected(peer=peer, seconds=seconds):
+                self._connected(self._find(worker, peer), seconds)
+            case ConnectFailed(peer=peer, message=message):
+                self._connect_failed(self._find(worker, peer), message)
+            case Fenced(peer=peer, error=error):
+                self._fenced(self._find(worker, peer), error)
+
+    # Flights
+
+    def _done(self, report: MoveDone) -> None:
+        flight = self.flights.get(report.move)
+        if flight is None:
+            return
+        self._forget(flight)
+        flight.handoff.moved_bytes += report.size_bytes
+        flight.handoff.apply(Moved(flight.move))
+
+    def _failed(self, report: MoveFailedReport) -> None:
+        flight = self.flights.get(report.move)
+        if flight is None:
+            return
+        rank = flight.route.rank
+        # A broken line is often the first sign of a dead process: then that is the cause to tell.
+        if report.kind == "disconnected" and not self.confirm_alive(rank):
+            flight = self.flights.get(report.move)
+            if flight is None:
+                return
+        failure = Failure(
+            _REASONS.get(report.kind, Reason.TRANSPORT), rank.name, f"{flight.route.name}: {report.message}"
+        )
+        self._flight_failed(flight, failure, settled=report.settled, started=report.started)
+        if report.kind == "disconnected" and flight.route.state is RouteState.UP:
+            self._connect(flight.route)
+
+    def _flight_failed(self, flight: Flight, failure: Failure, *, settled: bool, started: bool) -> None:
+        flight.ended = True
+        self._stalls.discard(flight.number)
+        untouched = settled and not started
+        # The machine first: it fails the handoff, whose other moves are then revoked.
+        flight.handoff.apply(MoveFailed(flight.move, failure, untouched, untouched))
+        if settled:
+            self._settle(flight, started=started)
+
+    def _settle(self, flight: Flight, *, started: bool) -> None:
+        if flight.settled:
+            return
+        flight.settled = True
+        self._forget(flight)
+        if started:
+            flight.handoff.apply(MoveQuiet(flight.move, Role.PREFILL))
+        self.quieting.settled(flight, started=started)
+
+    def _forget(self, flight: Flight) -> None:
+        flight.ended = flight.settled = True
+        self._stalls.discard(flight.number)
+        self.flights.pop(flight.number, None)
+        flight.route.flights.pop(flight.number, None)
+        flight.handoff.flights.pop(flight.move, None)
+
+    def _refuse(self, handoff: Handoff, move: StartMove, reason: Reason, message: str) -> None:
+        handoff.apply(MoveFailed(move.move, Failure(reason, "", message), True, True))  # noqa: FBT003 - both sides are quiet
+
+    def _stalled(self, number: int) -> None:
+        flight = self.flights.get(number)
+        if flight is not None:
+            flight.handoff.fail(
+                Reason.STALLED,
+                f"{flight.route.name} made no progress for {self._stalls.bound_s:g} s",
+                flight.route.rank.name,
+            )
+
+    def _ends(self, handoff: Handoff, move: StartMove) -> tuple[Rank | None, Rank | None]:
+        if handoff.prefill is None or handoff.decode is None:
+            return None, None
+        return handoff.prefill.ranks[move.leg[0]], handoff.decode.ranks[move.leg[1]]
+
+    # Routes
+
+    def _find(self, worker: Worker, peer: str) -> Route | None:
+        crew = self.crews.get(worker.rank)
+        return crew.routes.get(peer) if crew is not None else None
+
+    def _route(self, crew: Crew, target: Rank) -> Route:
+        route = crew.routes.get(target.peer)
+        if route is None:
+            route = crew.routes[target.peer] = Route(crew, target)
+            if crew.worker.identity is not None:
+                self._connect(route)
+        return route
+
+    def _connect(self, route: Route) -> None:
+        hello = route.rank.hello
+        route.state = RouteState.CONNECTING
+        route.retry = None
+        self._connects.sign(route)
+        route.crew.commands.put(
+            ConnectPeer(
+                route.rank.peer, hello.endpoint, hello.layout, hello.world_size, hello.rank, hello.pool.pages
+            )
+        )
+
+    def _connected(self, route: Route | None, seconds: float) -> None:
+        if route is None or route.state is not RouteState.CONNECTING:
+            return
+        route.state = RouteState.UP
+        route.failures = 0
+        route.trouble = ""
+        self._connects.discard(route)
+        for number in route.flights:
+            self._stalls.sign(number)
+        _log.info("peer.connected", peer=route.rank.name, worker=route.crew.worker.rank.name, seconds=round(seconds, 4))
+
+    def _connect_failed(self, route: Route | None, message: str) -> None:
+        if route is None or route.state is not RouteState.CONNECTING:
+            return
+        self._forget_clocks(route)
+        route.state = RouteState.DOWN
+        route.trouble = message
+        pause_s = RECONNECT_PAUSES_S[min(route.failures, len(RECONNECT_PAUSES_S) - 1)]
+        route.failures += 1
+        _log.warning("peer.connect_failed", peer=route.rank.name, error=message, retry_s=pause_s)
+        if route.rank.alive:
+            route.retry = asyncio.get_running_loop().call_later(pause_s, self._connect, route)
+
+    def _connect_expired(self, route: Route) -> None:
+        message = f"{route.name}: not connected within {self._connects.bound_s:g} s"
+        _log.error("peer.connect_expired", peer=route.rank.name, worker=route.crew.worker.rank.name)
+        for flight in list(route.flights.values()):
+            flight.handoff.fail(Reason.CONNECT, message, route.rank.name)
+        if route.state is RouteState.CONNECTING and route.rank.alive:
+            self._connects.sign(route)
+
+    def _fenced(self, route: Route | None, error: str) -> None:
+        if route is None or route.state is not RouteState.FENCING:
+            return
+        route.state = RouteState.DOWN
+        route.trouble = error or "fenced"
+        self.quieting.fenced(route, error)
+        if not error and route.rank.alive and route.crew.worker.identity is not None:
+            self._connect(route)
+
+    def _forget_clocks(self, route: Route) -> None:
+        self._connects.discard(route)
+        for number in route.flights:
+            self._stalls.discard(number)
+        if route.retry is not None:
+            route.retry.cancel()
+            route.retry = None
