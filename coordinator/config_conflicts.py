@@ -1,0 +1,149 @@
+"""Combinations of settings that cannot work, each of which is fine by itself."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING
+
+from backends import registry
+from coordinator import addresses
+from coordinator.config_problems import Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from coordinator.addresses import Address
+    from coordinator.config import Config, Security
+
+#: A rank is lost after this many heartbeats at the least; one may always be late.
+_MIN_BEATS = 3
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def find(config: Config) -> Iterator[Problem]:
+    """Yield every combination in ``config`` that cannot work."""
+    yield from _bounds(config)
+    yield from _backend(config)
+    yield from _listen(config)
+    if config.security is not None:
+        yield from _security(config.security)
+
+
+def _problem(text: str, key: str, *others: str) -> Problem:
+    return Problem(key, text, (key, *others))
+
+
+def _bounds(config: Config) -> Iterator[Problem]:
+    handoff, rank = config.handoff, config.rank
+    if handoff.deadline_s > handoff.hard_cap_s:
+        yield _problem(
+            f"is {handoff.deadline_s:g}, must not be over handoff.hard_cap_s ({handoff.hard_cap_s:g})",
+            "handoff.deadline_s",
+            "handoff.hard_cap_s",
+        )
+    if rank.lost_after_s < _MIN_BEATS * rank.heartbeat_s:
+        yield _problem(
+            f"is {rank.lost_after_s:g}, must be at least {_MIN_BEATS} times rank.heartbeat_s "
+            f"({rank.heartbeat_s:g}): a rank is not dead because one heartbeat is late",
+            "rank.lost_after_s",
+            "rank.heartbeat_s",
+        )
+    if rank.reattach_s < rank.heartbeat_s:
+        yield _problem(
+            f"is {rank.reattach_s:g}, must be at least rank.heartbeat_s ({rank.heartbeat_s:g}): "
+            "a rank learns of a restarted coordinator with its next heartbeat",
+            "rank.reattach_s",
+            "rank.heartbeat_s",
+        )
+    if handoff.offer_ttl_s < rank.reattach_s:
+        yield _problem(
+            f"is {handoff.offer_ttl_s:g}, must be at least rank.reattach_s ({rank.reattach_s:g}): "
+            "after a restart every offer would be dropped before prefill may have reported",
+            "handoff.offer_ttl_s",
+            "rank.reattach_s",
+        )
+
+
+def _backend(config: Config) -> Iterator[Problem]:
+    known = registry.names()
+    if config.backend.name not in known:
+        yield _problem(_unknown_backend(config.backend.name, known), "backend.name")
+    for name in config.backend.options:
+        if name not in known:
+            yield _problem(_unknown_backend(name, known), f"backend.options.{name}", "backend.options")
+
+
+def _unknown_backend(name: str, known: list[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"there is no backend {name!r}{hint or ';'} installed: {', '.join(known)}"
+
+
+def _listen(config: Config) -> Iterator[Problem]:
+    listen = config.listen
+    parsed: dict[str, Address] = {}
+    for key, texts in (("listen.control", listen.control), ("listen.outcomes", listen.outcomes)):
+        for index, text in enumerate(texts):
+            where = f"{key}[{index}]"
+            try:
+                parsed[where] = addresses.split(text)
+            except ValueError as error:
+                yield Problem(where, f"is {error}", (key,))
+    yield from _reachable(config, parsed)
+    yield from _taken_twice(parsed)
+    offered = {addresses.transport(text) for text in listen.outcomes}
+    for index, text in enumerate(listen.control):
+        if addresses.transport(text) not in offered and f"listen.control[{index}]" in parsed:
+            yield _problem(
+                f"has no {addresses.transport(text)} address, but listen.control[{index}] is {text}: "
+                "who comes that way must be able to subscribe",
+                "listen.outcomes",
+                "listen.control",
+            )
+
+
+def _reachable(config: Config, parsed: dict[str, Address]) -> Iterator[Problem]:
+    for where, address in parsed.items():
+        owner = where.partition("[")[0]
+        if address.wildcard and not config.listen.advertise:
+            yield Problem(
+                where,
+                f"is on every interface ({address.host}), which is no address to connect to: "
+                "set listen.advertise to this host's name",
+                (owner, "listen.advertise"),
+            )
+        if not address.local and config.security is None:
+            yield Problem(
+                where,
+                f"can be reached from other hosts ({address.host}): set security.server_key and "
+                "security.client_keys, or use ipc:// or tcp://127.0.0.1",
+                (owner, "security"),
+            )
+
+
+def _taken_twice(parsed: dict[str, Address]) -> Iterator[Problem]:
+    first: dict[Address, str] = {}
+    for where, address in parsed.items():
+        if address in first and not (address.transport == "tcp" and address.port == 0):
+            owners = (where.partition("[")[0], first[address].partition("[")[0])
+            yield Problem(where, f"is the same address as {first[address]}; each needs its own", owners)
+        first.setdefault(address, where)
+
+
+def _security(security: Security) -> Iterator[Problem]:
+    yield from _key_file(security.server_key)
+    if not security.client_keys.is_dir():
+        yield _problem(f"is {str(security.client_keys)!r}, must be a directory", "security.client_keys")
+
+
+def _key_file(path: Path) -> Iterator[Problem]:
+    key = "security.server_key"
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        yield _problem(f"{str(path)!r} cannot be read: {error.strerror}", key)
+        return
+    if not stat.S_ISREG(mode):
+        yield _problem(f"is {str(path)!r}, must be a file", key)
+    elif mode & _OTHERS:
+        yield _problem(f"{str(path)!r} can be read by others (mode {mode & 0o777:o}): chmod 600 it", key)
