@@ -1,0 +1,164 @@
+"""A child process: started, watched, stopped, ended within bounds, with its last words at hand."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from contextlib import suppress
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from coordinator.sim.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+_TAIL_BYTES: Final = 4096
+_TAIL_LINES: Final = 12
+#: How long a process may take to go away after SIGKILL.
+_KILL_S: Final = 10.0
+
+
+class _Ending(Enum):
+    """Which end of a child is no error."""
+
+    NONE = "none"
+    CLEAN = "clean"
+    ANY = "any"
+
+
+class Child:
+    """One process. Its stdin stays open: the child ends when it is closed, for then we are gone."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        first_line: bytes = b"",
+    ) -> None:
+        """Start it; output goes to ``log``, ``first_line`` to its stdin.
+
+        Raises:
+            SimulationError: it cannot be started.
+
+        """
+        self.name = name
+        self._log = log
+        self._accepts = _Ending.NONE
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(  # noqa: S603 - the command is ours, there is no shell
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    # Ctrl-C is for the driver: it ends its children in good order.
+                    process_group=0,
+                )
+        except OSError as error:
+            message = f"{name} cannot be started ({command[0]}): {error}"
+            raise SimulationError(message) from error
+        if first_line:
+            self._write(first_line)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs (or is stopped by a signal)."""
+        return self._process.poll() is None
+
+    def check(self) -> None:
+        """Say so when it has ended as nobody asked it to.
+
+        Raises:
+            SimulationError: with how it ended and its last lines of output.
+
+        """
+        code = self._process.poll()
+        if code is None or self._accepts is _Ending.ANY:
+            return
+        if code or self._accepts is _Ending.NONE:
+            message = f"{self.name} (pid {self.pid}) {_ending(code)}; its last lines:\n{self.tail()}"
+            raise SimulationError(message)
+
+    def tail(self) -> str:
+        """Return the last lines of its output."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:
+            return f"    (no output: {error})"
+        return "\n".join(f"    {line}" for line in lines) or "    (no output)"
+
+    def kill(self) -> None:
+        """SIGKILL, at once; ``join`` waits for the end."""
+        self._accepts = _Ending.ANY
+        self._process.kill()
+
+    def stop(self) -> None:
+        """SIGSTOP: it stands still until ``cont``."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def expect_end(self) -> None:
+        """From now on it may end by itself, with exit status 0."""
+        self._accepts = _Ending.CLEAN
+
+    def terminate(self) -> None:
+        """SIGTERM, at once; ``join`` waits for the end."""
+        self._accepts = _Ending.ANY
+        self._process.terminate()
+
+    def join(self, timeout_s: float) -> int:
+        """Wait for its end, with SIGKILL after ``timeout_s``; the exit status, negative for a signal.
+
+        Raises:
+            SimulationError: it outlives SIGKILL.
+
+        """
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._wait_for_sigkill()
+        finally:
+            self._close_stdin()
+
+    def _wait_for_sigkill(self) -> int:
+        try:
+            return self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            message = f"{self.name} (pid {self.pid}) does not end, not even after SIGKILL"
+            raise SimulationError(message) from None
+
+    def _write(self, line: bytes) -> None:
+        stdin = self._process.stdin
+        if stdin is None:
+            return
+        # A child that has ended already is reported by check().
+        with suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
+
+    def _close_stdin(self) -> None:
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit status {code}"

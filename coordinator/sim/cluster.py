@@ -1,0 +1,311 @@
+"""A whole deployment on this host: a coordinator, simulated engines, and the driver's ear.
+
+Everything runs in one thread: call ``pump`` (or ``wait_until``) to hear the ranks and to notice
+processes that have died. A cluster is a context manager; at its end nothing is left behind: no
+process, no socket file, no shared memory.
+
+    with Cluster(ClusterOptions(backend="loopback")) as cluster:
+        prefill = cluster.add(Role.PREFILL, "prefill-0", 2)
+        decode = cluster.add(Role.DECODE, "decode-0", 2)
+        cluster.wait_ready()
+        cluster.hand_off([Request(room=1, pages=8, chunk_pages=4)], prefill, decode)
+        cluster.wait_until(lambda: not cluster.book.open, 30, "the handoff")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import zmq
+
+from coordinator.layout import Layout
+from coordinator.sim.book import Book, Party
+from coordinator.sim.coordinator_process import CoordinatorProcess
+from coordinator.sim.engine import Sabotage
+from coordinator.sim.errors import SimulationError
+from coordinator.sim.group import EngineGroup
+from coordinator.sim.settings import RankSettings
+from coordinator.sim.wire import Ready, decode_reports, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from coordinator.messages import Role
+    from coordinator.sim.wire import Command, Request
+
+#: Longest path of a socket that the kernel takes, less the longest name that we use.
+_MAX_DIRECTORY: Final = 60
+#: Reports taken before the caller gets its turn again.
+_MAX_REPORTS: Final = 256
+_ENDING_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """How a deployment is built.
+
+    Attributes:
+        backend: name of the transfer backend.
+        layout: of every pool.
+        pages: in every rank's pool.
+        step_s: how long a step of prefill takes at least.
+        ready_timeout_s: bound of the start.
+        step_timeout_s: bound of the silence within an engine.
+        coordinator: settings of the coordinator, by table of its TOML file, over the demo's own.
+        options: the backend's settings, for ranks and workers.
+        environment: variables for all processes, over those of this one.
+        sabotage: faults to build in, by group name; each in the group's last rank.
+
+    """
+
+    backend: str = "loopback"
+    layout: Layout = field(default_factory=lambda: small_layout(2))
+    pages: int = 512
+    step_s: float = 0.002
+    ready_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    coordinator: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sabotage: Mapping[str, Sabotage] = field(default_factory=dict)
+
+
+def small_layout(world_size: int) -> Layout:
+    """Lay out pages of 16 KiB on each rank (8 planes of 2 KiB), however many ranks there are.
+
+    512 of them are 8 MiB: four ranks fit into the 64 MiB of shared memory that a container has.
+    """
+    return Layout(layers=4, page_tokens=16, kv_heads=world_size, head_size=64, dtype="bfloat16")
+
+
+class Cluster:
+    """One coordinator and any number of engines.
+
+    Attributes:
+        book: what became of every handoff.
+        groups: the engines, by name.
+        coordinator: a handle on the coordinator's process.
+        directory: where sockets, configuration and logs lie.
+
+    """
+
+    def __init__(self, options: ClusterOptions) -> None:
+        """Start the coordinator.
+
+        Raises:
+            SimulationError: it cannot be started.
+
+        """
+        self.options = options
+        self.book = Book()
+        self.groups: dict[str, EngineGroup] = {}
+        self._cleanup = ExitStack()
+        try:
+            self.directory = self._make_directory()
+            self._context = zmq.Context()
+            self._cleanup.callback(self._context.destroy, 0)
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+            self._socket.set(zmq.ROUTER_MANDATORY, 1)
+            self._socket.bind(self._reports_address)
+            self.coordinator = CoordinatorProcess(self.directory, self._config(), self._environment)
+            self._cleanup.callback(self.coordinator.end)
+            self.coordinator.start()
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    @property
+    def _reports_address(self) -> str:
+        return f"ipc://{self.directory}/reports"
+
+    def add(self, role: Role, name: str, world_size: int) -> EngineGroup:
+        """Start an engine; ``wait_ready`` waits for it.
+
+        Raises:
+            SimulationError: the name is taken, or a process cannot be started.
+
+        """
+        if name in self.groups:
+            message = f"there is a group {name} already"
+            raise SimulationError(message)
+        settings = RankSettings(
+            role=role,
+            group=name,
+            rank=0,
+            world_size=world_size,
+            control=self.coordinator.control,
+            reports=self._reports_address,
+            directory=str(self.directory),
+            backend=self.options.backend,
+            layout=self.options.layout,
+            pages=self.options.pages,
+            options=dict(self.options.options),
+            step_s=self.options.step_s,
+            ready_timeout_s=self.options.ready_timeout_s,
+            step_timeout_s=self.options.step_timeout_s,
+            sabotage=self.options.sabotage.get(name, Sabotage.NONE),
+            sabotage_rank=world_size - 1,
+        )
+        group = EngineGroup(settings, self._environment, self.directory, self._send, self.book.lose)
+        self.groups[name] = group
+        self._cleanup.callback(group.join, 0)
+        group.start()
+        return group
+
+    def wait_ready(self) -> None:
+        """Wait until every rank of every group is registered and hears the coordinator.
+
+        Raises:
+            SimulationError: it takes longer than ``ready_timeout_s``; the text names who is missing.
+
+        """
+        self.wait_until(
+            lambda: all(group.is_ready for group in self.groups.values()),
+            self.options.ready_timeout_s,
+            "all engines to be ready",
+            self._not_ready,
+        )
+
+    def hand_off(self, requests: Sequence[Request], prefill: EngineGroup, decode: EngineGroup) -> None:
+        """Give requests to both engines, as a router does.
+
+        Raises:
+            SimulationError: a room is still in use, a prompt is larger than a pool, or an engine is gone.
+
+        """
+        for request in requests:
+            if not 1 <= request.pages <= self.options.pages:
+                message = f"room {request.room} has {request.pages} pages, a pool has {self.options.pages}"
+                raise SimulationError(message)
+            self.book.begin(request, prefill.party, decode.party)
+        prefill.submit(requests)
+        decode.submit(requests)
+
+    def pump(self, timeout_s: float) -> None:
+        """Take what the ranks report, waiting at most ``timeout_s`` for the first of it.
+
+        Raises:
+            SimulationError: a process has died that nobody killed; the text has its last lines.
+
+        """
+        if self._socket.poll(round(timeout_s * 1000)):
+            for _ in range(_MAX_REPORTS):
+                try:
+                    _, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(frame)
+        self.coordinator.check()
+        for group in self.groups.values():
+            group.check()
+
+    def wait_until(
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float,
+        what: str,
+        missing: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Pump until ``condition`` holds.
+
+        Raises:
+            SimulationError: it does not within ``timeout_s``; the text says what was waited for.
+
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                message = f"waited {timeout_s:g} s for {what}; {missing()}"
+                raise SimulationError(message)
+            self.pump(min(left_s, 0.1))
+
+    def finish(self, timeout_s: float) -> None:
+        """End all engines in good order and take their final reports into the book.
+
+        Raises:
+            SimulationError: one does not report in time.
+
+        """
+        for group in self.groups.values():
+            group.finish()
+        self.wait_until(
+            lambda: all(
+                len(self.book.finals.get(group.party, {})) == group.world_size
+                for group in self.groups.values()
+            ),
+            timeout_s,
+            "the final reports of all engines",
+        )
+        for group in self.groups.values():
+            group.join(_ENDING_S)
+            group.check()
+
+    def close(self) -> None:
+        """End everything that still runs, and remove every trace."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _make_directory(self) -> Path:
+        directory = Path(tempfile.mkdtemp(prefix="kvc-"))
+        if len(str(directory)) > _MAX_DIRECTORY:
+            directory.rmdir()
+            directory = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
+        self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        return directory
+
+    def _config(self) -> dict[str, dict[str, object]]:
+        tables: dict[str, dict[str, object]] = {
+            "backend": {"name": self.options.backend},
+            "handoff": {"deadline_s": 60.0},
+            "shutdown": {"grace_s": 1.0},
+        }
+        if self.options.options:
+            tables[f"backend.options.{self.options.backend}"] = dict(self.options.options)
+        for name, table in self.options.coordinator.items():
+            tables.setdefault(name, {}).update(table)
+        return tables
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        # One thread each: the ranks share few cores.
+        return {**os.environ, "OMP_NUM_THREADS": "1", **self.options.environment}
+
+    def _send(self, party: Party, command: Command) -> None:
+        label = f"{party.group}#{party.incarnation}/0"
+        try:
+            self._socket.send_multipart((label.encode(), encode(command)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            message = f"{party} rank 0 does not take commands: {error}"
+            raise SimulationError(message) from error
+
+    def _take(self, frame: bytes) -> None:
+        reports = decode_reports(frame)
+        group = self.groups[reports.group]
+        for report in reports.items:
+            if isinstance(report, Ready) and reports.incarnation == group.incarnation:
+                group.ready[reports.rank] = report
+        self.book.record(Party(group.name, reports.incarnation, group.world_size), reports)
+
+    def _not_ready(self) -> str:
+        missing = [
+            f"{group.name} rank {rank}"
+            for group in self.groups.values()
+            for rank in range(group.world_size)
+            if rank not in group.ready
+        ]
+        return f"not ready: {', '.join(missing)}; the coordinator's last lines:\n{self.coordinator.tail()}"

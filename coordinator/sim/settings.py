@@ -1,0 +1,72 @@
+"""What a simulated rank is told when it starts, as one line of JSON on its stdin."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.layout import Layout
+from coordinator.messages import Role
+from coordinator.sim.engine import Sabotage
+from coordinator.sim.errors import SimulationError
+
+
+class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank.
+
+    Attributes:
+        role: prefill or decode.
+        group: name of its engine.
+        rank: its number.
+        world_size: ranks in its engine.
+        control: address of the coordinator.
+        reports: address of the driver.
+        directory: where sockets lie; short, for paths of sockets are.
+        backend: name of the transfer backend.
+        layout: of its pool.
+        pages: in its pool.
+        incarnation: how often its engine was started, itself included.
+        options: the backend's own settings.
+        step_s: how long a step of computing takes at least.
+        ready_timeout_s: bound of the start, until all ranks of the engine are there.
+        step_timeout_s: bound of the silence between ranks.
+        sabotage: a fault to build into one rank, to prove that it is found.
+        sabotage_rank: into which one.
+
+    """
+
+    role: Role
+    group: str
+    rank: int
+    world_size: int
+    control: str
+    reports: str
+    directory: str
+    backend: str
+    layout: Layout
+    pages: int
+    incarnation: int = 1
+    options: dict[str, str | int | float | bool] = {}
+    step_s: float = 0.002
+    ready_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    sabotage: Sabotage = Sabotage.NONE
+    sabotage_rank: int = 0
+
+    @property
+    def label(self) -> str:
+        """The rank's name for people, and for the driver's socket."""
+        return f"{self.group}#{self.incarnation}/{self.rank}"
+
+
+def parse(line: bytes) -> RankSettings:
+    """Read the settings.
+
+    Raises:
+        SimulationError: the line is not what ``RankSettings`` describes.
+
+    """
+    try:
+        return msgspec.json.decode(line, type=RankSettings)
+    except msgspec.MsgspecError as error:
+        message = f"the settings on stdin cannot be used: {error}"
+        raise SimulationError(message) from error

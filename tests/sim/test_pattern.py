@@ -1,0 +1,123 @@
+"""The contents of pages: every kind of wrong page is found, and no right one is accused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from coordinator.sim.errors import SimulationError
+from coordinator.sim.pattern import Pattern, aux_of, words_of
+
+PLANES, PAGES, PAGE_BYTES = 3, 16, 64
+ROOM, GENERATION = 7, 1
+OURS = np.array([5, 2, 11, 8], dtype=np.int32)
+
+Bytes = NDArray[np.uint8]
+
+
+def pool() -> Bytes:
+    return np.zeros(PLANES * PAGES * PAGE_BYTES, dtype=np.uint8)
+
+
+def pattern(memory: Bytes, rank: int = 0) -> Pattern:
+    return Pattern(words_of(memory, PLANES, PAGES), rank)
+
+
+def filled(rank: int = 0) -> Bytes:
+    memory = pool()
+    pattern(memory, rank).fill(OURS, ROOM, GENERATION)
+    return memory
+
+
+def wrong(memory: Bytes, rank: int = 0, generation: int = GENERATION) -> list[int]:
+    return pattern(memory, rank).wrong(OURS, ROOM, generation).tolist()
+
+
+def by_page(memory: Bytes) -> Bytes:
+    return memory.reshape(PLANES, PAGES, PAGE_BYTES)
+
+
+def test_what_was_filled_is_right_and_nothing_else_was_touched() -> None:
+    memory = filled()
+    assert wrong(memory) == []
+    others = np.setdiff1d(np.arange(PAGES), OURS)
+    assert not by_page(memory)[:, others].any()
+
+
+def test_chunks_make_the_same_as_one_piece() -> None:
+    memory = pool()
+    chunked = pattern(memory)
+    chunked.fill(OURS[:1], ROOM, GENERATION, first=0)
+    chunked.fill(OURS[1:], ROOM, GENERATION, first=1)
+    assert memory.tobytes() == filled().tobytes()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    plane=st.integers(0, PLANES - 1),
+    position=st.integers(0, OURS.size - 1),
+    byte=st.integers(0, PAGE_BYTES - 1),
+    flip=st.integers(1, 255),
+)
+def test_one_changed_byte_is_found(plane: int, position: int, byte: int, flip: int) -> None:
+    memory = filled()
+    by_page(memory)[plane, OURS[position], byte] ^= flip
+    assert wrong(memory) == [position]
+
+
+@given(first=st.integers(0, OURS.size - 1), second=st.integers(0, OURS.size - 1))
+def test_two_pages_in_each_others_place_are_found(first: int, second: int) -> None:
+    memory = filled()
+    pages = by_page(memory)
+    pages[:, [OURS[first], OURS[second]]] = pages[:, [OURS[second], OURS[first]]]
+    assert wrong(memory) == ([] if first == second else sorted({first, second}))
+
+
+def test_two_planes_in_each_others_place_are_found() -> None:
+    memory = filled()
+    by_page(memory)[[0, 2]] = by_page(memory)[[2, 0]].copy()
+    assert wrong(memory) == [0, 1, 2, 3]
+
+
+def test_a_page_that_never_came_is_found() -> None:
+    memory = filled()
+    by_page(memory)[:, OURS[2]] = 0
+    assert wrong(memory) == [2]
+
+
+@pytest.mark.parametrize(
+    ("room", "generation", "rank"),
+    [(ROOM, GENERATION - 1, 0), (ROOM + 1, GENERATION, 0), (ROOM, GENERATION, 1)],
+    ids=["stale generation", "another room", "another rank"],
+)
+def test_a_foreign_page_is_found(room: int, generation: int, rank: int) -> None:
+    memory = filled()
+    pattern(memory, rank).fill(OURS[1:2], room, generation, first=1)
+    assert wrong(memory) == [1]
+
+
+def test_a_page_shifted_by_a_word_is_found() -> None:
+    memory = filled()
+    page = by_page(memory)[1, OURS[3]]
+    page[:] = np.roll(page, 8)
+    assert wrong(memory) == [3]
+
+
+def test_a_page_torn_in_the_middle_is_found() -> None:
+    memory = filled()
+    old = pool()
+    pattern(old).fill(OURS, ROOM, GENERATION - 1)
+    by_page(memory)[0, OURS[0], PAGE_BYTES // 2 :] = by_page(old)[0, OURS[0], PAGE_BYTES // 2 :]
+    assert wrong(memory) == [0]
+
+
+def test_side_data_are_those_of_one_use_of_one_room() -> None:
+    assert len({aux_of(room, generation) for room in (1, 2, 11) for generation in (0, 1)}) == 6
+
+
+def test_a_page_must_be_whole_words() -> None:
+    with pytest.raises(SimulationError, match="whole 8-byte words"):
+        words_of(np.zeros(PLANES * PAGES * 12, dtype=np.uint8), PLANES, PAGES)
