@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from backends.base import BlockIndex, Grid, Part
+    from backends.base import Grid, Part
 
 
 class Runs(NamedTuple):
@@ -82,7 +82,7 @@ def grid_problem(side: str, grid: Grid, region_bytes: Sequence[int]) -> str | No
     return None
 
 
-def _blocks_problem(side: str, blocks: BlockIndex, count: int) -> str | None:
+def _blocks_problem(side: str, blocks: object, count: int) -> str | None:
     """What is wrong with a block list, given the number of blocks of its grid; else ``None``."""
     if not isinstance(blocks, np.ndarray) or blocks.dtype != np.int32 or blocks.ndim != 1:
         return f"{side} blocks must be a numpy array of int32 with one dimension"

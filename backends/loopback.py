@@ -40,7 +40,7 @@ from backends.base import (
 )
 from backends.descriptors import check_parts
 from backends.faults import FaultScript
-from backends.memory import check_host_region, maps_file, open_shared
+from backends.memory import check_region, maps_file, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -304,7 +304,7 @@ class LoopbackBackend(Backend):
         if self._sends is None:
             message = "register was called before start"
             raise BackendError(message)
-        check_host_region(region, self._regions)
+        check_region(region, self._regions)
         if region.path is not None:
             self._hold(region, region.path)
         elif not self._sends:

@@ -26,28 +26,35 @@ class Mapping(NamedTuple):
     inode: int
 
 
-def check_host_region(region: Region, registered: Sequence[Region]) -> None:
-    """Refuse host memory that is empty, not mapped read-write, or overlaps what is registered.
+def check_region(region: Region, registered: Sequence[Region], kinds: Sequence[str] = ("host",)) -> None:
+    """Refuse memory that is empty, of a kind not in ``kinds``, not mapped, or registered already.
 
     Native engines accept any address and crash when they use it; so nothing may reach them
-    unchecked.
+    unchecked. Of device memory only the overlap can be checked here.
 
     Raises:
         InvalidTransferError: saying which.
 
     """
     end = region.address + region.size_bytes
-    if region.memory != "host":
-        message = f"memory {region.memory!r} is not supported here, only 'host'"
+    if region.memory not in kinds:
+        message = f"memory {region.memory!r} is not supported here, only {', '.join(kinds)}"
         raise InvalidTransferError(message)
     if region.size_bytes <= 0 or region.address <= 0:
         message = f"region of {region.size_bytes} bytes at {region.address:#x}: both must be positive"
         raise InvalidTransferError(message)
     for number, other in enumerate(registered):
-        if region.address < other.address + other.size_bytes and other.address < end:
+        same_memory = (other.memory, other.device) == (region.memory, region.device)
+        if same_memory and region.address < other.address + other.size_bytes and other.address < end:
             message = f"region at {region.address:#x} overlaps region {number} at {other.address:#x}"
             raise InvalidTransferError(message)
-    reached = region.address
+    if region.memory == "host":
+        _check_mapped(region)
+
+
+def _check_mapped(region: Region) -> None:
+    """Refuse host memory that is not wholly mapped for reading and writing."""
+    reached, end = region.address, region.address + region.size_bytes
     for mapping in _mappings():
         if mapping.start <= reached < mapping.end and mapping.usable:
             reached = mapping.end
