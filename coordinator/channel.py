@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from coordinator.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -84,18 +82,3 @@ class Channel:
                 self._wake()
                 raise
         self._wake()
-
-
-def bind(socket: zmq.Socket[bytes], address: str, key: str) -> str:
-    """Bind and return the address as peers must use it (a port 0 is resolved).
-
-    Raises:
-        ConfigError: the address cannot be bound; ``key`` names the setting it came from.
-
-    """
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        problem = f"{key}: cannot listen on {address}: {error}; is another coordinator running there?"
-        raise ConfigError([problem]) from error
-    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()

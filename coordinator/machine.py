@@ -323,6 +323,11 @@ class HandoffMachine:
         counts = [source.count for source in self._sources.values()]
         return max(counts + [target.count for target in self._targets.values()], default=0)
 
+    def sent_pages(self, rank: int) -> int:
+        """Pages that a prefill rank has sent so far."""
+        source = self._sources.get(rank)
+        return 0 if source is None else source.count
+
     def missing(self, prefill: str = "prefill", decode: str = "decode") -> str:
         """Say what a handoff that is not over still waits for."""
         parts: list[str] = []

@@ -81,7 +81,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """A rank introduces itself, at first and again after every reconnect.
 
     ``instance`` is drawn at random once per client object. ``epoch`` and ``acknowledged`` are what
-    the rank already has (0, 0 at first). ``endpoint`` is a decode rank's receiving endpoint.
+    the rank already has (0, 0 at first). ``confirmed`` is up to where its items need not be sent
+    again. ``endpoint`` is a decode rank's receiving endpoint. ``transport`` is how it reached us
+    (``ipc``, ``tcp``): it is told an outcomes address of the same kind.
     """
 
     version: int
@@ -97,6 +99,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     endpoint: Annotated[bytes, Meta(max_length=1 << 20)]
     epoch: U64 = 0
     acknowledged: Count = 0
+    confirmed: Count = 0
+    transport: Annotated[str, Meta(max_length=16)] = "ipc"
 
 
 class Open(Struct, frozen=True, array_like=True, tag="open"):

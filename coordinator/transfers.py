@@ -120,6 +120,9 @@ class Quieting(Protocol):
     def settled(self, flight: Flight, *, started: bool) -> None:
         """The source of a failed flight is quiet; its destination may not be."""
 
+    def changed(self, handoff: Handoff) -> None:
+        """One of the handoff's flights is over."""
+
     def fenced(self, route: Route, error: str) -> None:
         """A fence was answered."""
 
@@ -250,7 +253,7 @@ class Transfers:
                 self._failed(report)
             case MoveSettled(move=number):
                 flight = self.flights.get(number)
-                if flight is not None:
+                if flight is not None and flight.ended:
                     self._settle(flight, started=True)
             case Connected(peer=peer, seconds=seconds):
                 self._connected(self._find(worker, peer), seconds)
@@ -310,6 +313,7 @@ class Transfers:
         self.flights.pop(flight.number, None)
         flight.route.flights.pop(flight.number, None)
         flight.handoff.flights.pop(flight.move, None)
+        self.quieting.changed(flight.handoff)
 
     def _refuse(self, handoff: Handoff, move: StartMove, reason: Reason, message: str) -> None:
         handoff.apply(MoveFailed(move.move, Failure(reason, "", message), True, True))  # noqa: FBT003 - both sides are quiet

@@ -1,0 +1,229 @@
+"""The control socket: every frame of a rank or a worker comes in here and is validated here.
+
+Nothing that arrives can raise into the reader: a frame that is no message is counted, logged (not
+more often than the log can bear) and answered with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from coordinator.errors import ProtocolError
+from coordinator.groups import Rank
+from coordinator.messages import (
+    VERSION,
+    Bye,
+    Hello,
+    Refused,
+    Reports,
+    Resend,
+    Submit,
+    Welcome,
+    WhoAreYou,
+    WorkerHello,
+    decode_from_peer,
+    encode,
+)
+from coordinator.reasons import Reason
+from coordinator.worker.supervisor import Worker
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+
+    from coordinator.broadcast import Broadcaster
+    from coordinator.channel import Channel
+    from coordinator.config import Config
+    from coordinator.groups import Group
+    from coordinator.membership import Membership
+    from coordinator.metrics import Counters
+    from coordinator.rooms import Rooms
+    from coordinator.transfers import Transfers
+
+#: A broken sender gets one log line at once and then at most one per this long.
+COMPLAINT_PAUSE_S: Final = 10.0
+#: Frames: the sender's routing id and the payload.
+FRAMES: Final = 2
+
+_log = structlog.get_logger()
+
+
+class Control:
+    """Knows who is behind each routing id, and hands each message to whom it concerns."""
+
+    def __init__(
+        self,
+        config: Config,
+        epoch: int,
+        membership: Membership,
+        rooms: Rooms,
+        transfers: Transfers,
+        broadcaster: Broadcaster,
+        counters: Counters,
+    ) -> None:
+        """Start with no session; ``channel`` and ``outcomes`` are set before the first frame."""
+        self.channel: Channel
+        self.outcomes: dict[str, str] = {}
+        self._config = config
+        self._epoch = epoch
+        self._membership = membership
+        self._rooms = rooms
+        self._transfers = transfers
+        self._broadcaster = broadcaster
+        self._counters = counters
+        self._sessions: dict[bytes, Rank | Worker] = {}
+        self._heard: dict[Group, None] = {}
+        self._complained_at_s = float("-inf")
+        self._complaints = 0
+
+    def on_message(self, frames: list[bytes]) -> None:
+        """Take one message from the socket."""
+        identity = frames[0]
+        if len(frames) != FRAMES:
+            self._malformed(identity, f"{len(frames) - 1} frames, must be one")
+            return
+        frame = frames[1]
+        if len(frame) > self._config.limits.max_frame_bytes:
+            bound = self._config.limits.max_frame_bytes
+            self._malformed(identity, f"{len(frame)} bytes, limits.max_frame_bytes is {bound}")
+            return
+        try:
+            message = decode_from_peer(frame)
+        except ProtocolError as error:
+            self._malformed(identity, str(error))
+            return
+        match message:
+            case Submit():
+                self._submit(identity, message)
+            case Reports():
+                self._reports(identity, message)
+            case Hello():
+                self._hello(identity, message)
+            case WorkerHello():
+                self._worker_hello(identity, message)
+            case Bye():
+                self._bye(identity, message)
+
+    def forget(self, identity: bytes | None) -> None:
+        """Drop the session of a rank or worker that is lost."""
+        if identity is not None:
+            self._sessions.pop(identity, None)
+
+    # Ranks
+
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        answer = self._membership.hello(hello, identity, self._epoch)
+        if isinstance(answer, Refused):
+            self._answer(identity, answer)
+            return
+        rank = answer
+        self._sessions[identity] = rank
+        group = rank.group
+        outcomes = self.outcomes.get(hello.transport) or next(iter(self.outcomes.values()))
+        welcome = Welcome(
+            epoch=self._epoch,
+            outcomes=outcomes,
+            first=rank.acknowledged + 1,
+            events=group.log.since(rank.acknowledged),
+            stable=group.stable,
+            received=rank.received,
+            heartbeat_s=self._config.rank.heartbeat_s,
+        )
+        self._answer(identity, welcome)
+        self._note(group)
+
+    def _submit(self, identity: bytes, submit: Submit) -> None:
+        rank = self._sessions.get(identity)
+        if not isinstance(rank, Rank) or submit.epoch != self._epoch:
+            self._answer(identity, WhoAreYou(self._epoch))
+            return
+        group = rank.group
+        if submit.acknowledged > group.log.head or submit.applied > group.log.head:
+            self._malformed(identity, f"acknowledges event {submit.acknowledged} of {group.log.head}")
+            return
+        self._membership.sign(rank)
+        if submit.acknowledged > rank.acknowledged or submit.listening is not rank.listening:
+            rank.acknowledged = max(rank.acknowledged, submit.acknowledged)
+            rank.listening = submit.listening
+            self._note(group)
+        if submit.applied > rank.applied:
+            rank.applied = submit.applied
+            group.drained()
+        if submit.items:
+            self._items(identity, rank, submit)
+
+    def _items(self, identity: bytes, rank: Rank, submit: Submit) -> None:
+        known = rank.received + 1 - submit.first
+        if known < 0:
+            self._answer(identity, Resend(rank.received))
+            return
+        for item in submit.items[known:]:
+            rank.received += 1
+            refusal = self._rooms.handle(rank, item)
+            if refusal is not None:
+                self._answer(identity, refusal)
+
+    def _bye(self, identity: bytes, bye: Bye) -> None:
+        rank = self._sessions.get(identity)
+        if isinstance(rank, Rank):
+            reason = Reason.RANK_LOST if rank.group.role == "prefill" else Reason.PEER_LOST
+            self._membership.lose(rank, reason, f"{rank.name} left: {bye.why or 'closed'}", gone=False)
+
+    def _note(self, group: Group) -> None:
+        """Work out once per turn of the loop, not per message, what a group has heard."""
+        if not self._heard:
+            asyncio.get_running_loop().call_soon(self._settle_heard)
+        self._heard[group] = None
+
+    def _settle_heard(self) -> None:
+        heard, self._heard = self._heard, {}
+        for group in heard:
+            ready = group.ready
+            if group.heard():
+                self._broadcaster.publish(group)
+            if group.ready is not ready:
+                _log.info("group.ready" if group.ready else "group.not_ready", group=group.name, missing=group.missing())
+            elif not group.ready:
+                self._broadcaster.publish(group)
+
+    # Workers
+
+    def _worker_hello(self, identity: bytes, hello: WorkerHello) -> None:
+        if hello.version != VERSION:
+            self._malformed(identity, f"worker speaks protocol {hello.version}, this coordinator {VERSION}")
+            return
+        for crew in self._transfers.crews.values():
+            worker = crew.worker
+            if worker.token and worker.token == hello.token:
+                self._sessions[identity] = worker
+                worker.up(identity, lands_after_settled=hello.lands_after_settled)
+                self._transfers.worker_up(worker)
+                return
+        self._malformed(identity, "a worker with an unknown token")
+
+    def _reports(self, identity: bytes, reports: Reports) -> None:
+        worker = self._sessions.get(identity)
+        if not isinstance(worker, Worker) or worker.identity != identity:
+            self._malformed(identity, "reports of an unknown worker")
+            return
+        for report in reports.items:
+            self._transfers.report(worker, report)
+
+    # Answers
+
+    def _answer(self, identity: bytes, message: Struct) -> None:
+        # A peer that does not read misses an answer; it asks again, or is lost when it is silent.
+        self.channel.send([identity, encode(message)])
+
+    def _malformed(self, identity: bytes, problem: str) -> None:
+        self._counters.malformed += 1
+        self._complaints += 1
+        now_s = asyncio.get_running_loop().time()
+        session = self._sessions.get(identity)
+        if now_s - self._complained_at_s >= COMPLAINT_PAUSE_S:
+            sender = session.name if session is not None else identity.hex()
+            _log.warning("control.malformed", sender=sender, error=problem, count=self._complaints)
+            self._complained_at_s, self._complaints = now_s, 0
+        self._answer(identity, Refused("malformed", problem))

@@ -1,0 +1,320 @@
+"""Ranks join, are watched, and are lost.
+
+A rank is known by its place (group and number) and its ``instance``, drawn once per client object.
+The same instance may say hello again at any time. Another one gets the place only when the holder is
+dead, or silent while its place is contested: a live rank is never pushed out by a newcomer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import stat
+from typing import TYPE_CHECKING, Final, Protocol
+
+import structlog
+
+from coordinator.errors import LayoutError
+from coordinator.groups import Group, Rank
+from coordinator.messages import VERSION, Hello, Refused, Role
+from coordinator.reasons import Reason
+from coordinator.rooms import pairing
+from coordinator.watch import Watch
+
+if TYPE_CHECKING:
+    from coordinator.config import Config
+    from coordinator.metrics import Counters
+
+#: The holder of a contested place has this many heartbeats to show that it is alive.
+CONTEST_HEARTBEATS: Final = 3
+#: Only files of this form are ever mapped on a rank's word.
+POOL_PATH: Final = re.compile(r"^/dev/shm/kv-coordinator-[A-Za-z0-9_.-]{1,200}$")
+
+_log = structlog.get_logger()
+
+
+class MembershipEvents(Protocol):
+    """Who acts on what happens to ranks."""
+
+    def joined(self, rank: Rank) -> None:
+        """A rank has taken its place (or come back to it)."""
+
+    def lost(self, rank: Rank, reason: Reason, message: str) -> None:
+        """A member is lost; its group's handoffs must fail."""
+
+    def gone(self, rank: Rank) -> None:
+        """A lost rank is proven to touch nothing any more."""
+
+
+class Membership:
+    """All groups and their ranks."""
+
+    def __init__(self, config: Config, counters: Counters, events: MembershipEvents) -> None:
+        """Start with no group."""
+        self.groups: dict[str, Group] = {}
+        self._config = config
+        self._counters = counters
+        self._events = events
+        self._silence: Watch[Rank] = Watch(config.rank.lost_after_s, self._silent)
+        self._contests: dict[Rank, tuple[int, float]] = {}
+        self._pidfds: dict[Rank, int] = {}
+        self._here = (_read("/proc/sys/kernel/random/boot_id"), _namespace())
+
+    def hello(self, hello: Hello, identity: bytes, epoch: int) -> Rank | Refused:
+        """Give a rank its place, or say why it cannot have it."""
+        problem = self._unusable(hello)
+        if problem is not None:
+            return self._refused(hello, "hello", problem, fatal=True)
+        group = self.groups.get(hello.group)
+        if group is None:
+            if len(self.groups) >= self._config.limits.max_groups:
+                bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
+                return self._refused(hello, "full", bound, fatal=False)
+            group = self.groups[hello.group] = Group(hello)
+        holder = group.ranks[hello.rank]
+        if holder is not None and holder.hello.instance == hello.instance:
+            return self._returned(holder, hello, identity, epoch)
+        if holder is not None and holder.alive:
+            refusal = self._contest(holder, hello)
+            if refusal is not None:
+                return refusal
+        return self._placed(group, holder, hello, identity)
+
+    def sign(self, rank: Rank) -> None:
+        """Note a sign of life."""
+        rank.seen_at_s = asyncio.get_running_loop().time()
+        self._silence.sign(rank)
+
+    def lose(self, rank: Rank, reason: Reason, message: str, *, gone: bool) -> None:
+        """A member is lost; with ``gone`` it is proven that its process does not run any more."""
+        if rank.alive:
+            rank.alive = False
+            self._silence.discard(rank)
+            self._contests.pop(rank, None)
+            rank.group.incarnation += 1
+            self._counters.ranks_lost += 1
+            _log.warning("rank.lost", rank=rank.name, reason=reason.value, error=message, proven_dead=gone)
+            self._events.lost(rank, reason, message)
+        if gone and not rank.gone:
+            rank.gone = True
+            self._unwatch(rank)
+            self._events.gone(rank)
+            self._drop_if_empty(rank.group)
+
+    def confirm_alive(self, rank: Rank) -> bool:
+        """Look at once whether a rank's process still runs; a dead one is lost on the spot."""
+        pidfd = self._pidfds.get(rank)
+        if pidfd is not None and select.select([pidfd], [], [], 0)[0]:
+            self._died(rank)
+        return rank.alive
+
+    def lag(self, group: Group) -> None:
+        """Lose the members that hold up more events than ``limits.backlog_events``."""
+        bound = self._config.limits.backlog_events
+        slowest = min((rank.acknowledged for rank in group.live), default=group.log.head)
+        for rank in group.live:
+            if rank.acknowledged == slowest and group.log.head - slowest >= bound:
+                self.lose(rank, _loss(rank), f"{rank.name} is {bound} events behind", gone=False)
+        group.log.trim(group.log.head - bound)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._silence.close()
+        for rank in list(self._pidfds):
+            self._unwatch(rank)
+
+    # Taking a place
+
+    def _placed(self, group: Group, holder: Rank | None, hello: Hello, identity: bytes) -> Rank:
+        loop = asyncio.get_running_loop()
+        if holder is None:
+            have = group.log.first - 1  # a late joiner gets everything that was kept for it
+        else:
+            have = group.stable
+            self.lose(holder, Reason.PEER_RESTARTED, "its place was taken by a new process", gone=True)
+            self.groups[group.name] = group
+        rank = group.ranks[hello.rank] = Rank(group, hello, identity, have, loop.time())
+        rank.received = hello.confirmed
+        self._silence.sign(rank)
+        self._watch(rank)
+        _log.info(
+            "rank.joined", rank=rank.name, role=group.role.value, world_size=group.world_size,
+            pid=hello.process.pid, instance=f"{hello.instance:x}", missing=group.missing(),
+        )  # fmt: skip
+        self._events.joined(rank)
+        return rank
+
+    def _returned(self, rank: Rank, hello: Hello, identity: bytes, epoch: int) -> Rank | Refused:
+        """Take back a rank that reconnected, fell behind, or was silent for too long."""
+        if hello.epoch == epoch:
+            rank.acknowledged = max(rank.acknowledged, min(hello.acknowledged, rank.group.log.head))
+        if rank.acknowledged < rank.group.log.first - 1:
+            message = f"{rank.name} missed events that are not kept any more; restart it"
+            return self._refused(hello, "behind", message, fatal=True)
+        rank.identity = identity
+        if rank.alive:
+            self.sign(rank)
+            return rank
+        rank.alive = True
+        rank.hello = hello
+        self.sign(rank)
+        _log.info("rank.returned", rank=rank.name)
+        self._events.joined(rank)
+        return rank
+
+    def _contest(self, holder: Rank, hello: Hello) -> Refused | None:
+        """Find out who lives: None when the holder is dead or silent, else what to answer."""
+        if not self.confirm_alive(holder):
+            return None
+        now_s = asyncio.get_running_loop().time()
+        heartbeat_s = self._config.rank.heartbeat_s
+        instance, since_s = self._contests.get(holder, (hello.instance, now_s))
+        if instance != hello.instance:
+            since_s = now_s
+        self._contests[holder] = (hello.instance, since_s)
+        # Frames of a dead holder may still be in the queue; a heartbeat later there are none.
+        if holder.seen_at_s > since_s + heartbeat_s:
+            del self._contests[holder]
+            message = (
+                f"rank {holder.number} of {holder.group.name} is taken by pid {holder.hello.process.pid}, which is "
+                "alive; is the same rank started twice, or do two engines share a group name?"
+            )
+            return self._refused(hello, "taken", message, fatal=True)
+        if now_s - since_s >= CONTEST_HEARTBEATS * heartbeat_s:
+            return None
+        message = f"rank {holder.number} of {holder.group.name} is taken; finding out whether its holder lives"
+        return Refused("contested", message)
+
+    def _unusable(self, hello: Hello) -> str | None:
+        """Say in one sentence why this hello can never be accepted as things are."""
+        if hello.version != VERSION:
+            return f"protocol version {hello.version} is not spoken here; this coordinator speaks {VERSION}"
+        if hello.rank >= hello.world_size:
+            return f"rank {hello.rank} does not exist in a group of world size {hello.world_size}"
+        if hello.backend != self._config.backend.name:
+            return f"backend: this coordinator uses {self._config.backend.name!r}, the rank has {hello.backend!r}"
+        try:
+            hello.layout.check(hello.world_size)
+        except LayoutError as error:
+            return f"layout: {error}"
+        need = hello.layout.pool_bytes(hello.pool.pages, hello.world_size)
+        if need != hello.pool.size_bytes:
+            return f"pool: {hello.pool.pages} pages of this layout are {need} bytes, not {hello.pool.size_bytes}"
+        if hello.role is Role.DECODE and not hello.endpoint:
+            return "endpoint: a decode rank must say where its memory can be reached"
+        if hello.role is Role.PREFILL and self._config.backend.hosting == "coordinator":
+            problem = _bad_pool(hello.pool.path, hello.pool.size_bytes)
+            if problem is not None:
+                return problem
+        return self._unlike(hello) or self._incompatible(hello)
+
+    def _unlike(self, hello: Hello) -> str | None:
+        """Compare with the group's other members."""
+        group = self.groups.get(hello.group)
+        if group is None:
+            return None
+        fields = {
+            "role": (group.role, hello.role),
+            "world_size": (group.world_size, hello.world_size),
+            "layout": (group.layout, hello.layout),
+        }
+        different = [f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs]
+        if not different:
+            return None
+        if not any(self.confirm_alive(rank) for rank in group.live):
+            # Nobody is left of the former engine: this is a new one under the old name.
+            for rank in group.ranks:
+                if rank is not None:
+                    self.lose(rank, Reason.PEER_RESTARTED, "replaced by another engine", gone=True)
+            self.groups.pop(group.name, None)
+            return None
+        return f"group {group.name} is registered otherwise: {', '.join(different)}"
+
+    def _incompatible(self, hello: Hello) -> str | None:
+        """Compare with the groups of the other side: one of them at least must fit."""
+        others = [group for group in self.groups.values() if group.role is not hello.role and group.live]
+        problems = []
+        for group in others:
+            if hello.role is Role.PREFILL:
+                pair = pairing(hello.layout, hello.world_size, group.layout, group.world_size)
+            else:
+                pair = pairing(group.layout, group.world_size, hello.layout, hello.world_size)
+            if not isinstance(pair, str):
+                return None
+            problems.append(f"does not fit {group.name}: {pair}")
+        return "; ".join(problems) or None
+
+    def _refused(self, hello: Hello, code: str, message: str, *, fatal: bool) -> Refused:
+        self._counters.refused[code] += 1
+        _log.warning("rank.refused", rank=f"{hello.group}/{hello.rank}", pid=hello.process.pid, error=message)
+        return Refused(code, message, fatal=fatal)
+
+    # Watching
+
+    def _watch(self, rank: Rank) -> None:
+        """See the death of a process on this host at once; elsewhere only its silence tells."""
+        process = rank.hello.process
+        if (process.boot_id, process.pid_namespace) != self._here:
+            return
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            # No such process: it died while its hello was on the way.
+            asyncio.get_running_loop().call_soon(self._died, rank)
+            return
+        self._pidfds[rank] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._died, rank)
+
+    def _unwatch(self, rank: Rank) -> None:
+        pidfd = self._pidfds.pop(rank, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _died(self, rank: Rank) -> None:
+        self.lose(rank, _loss(rank), f"the process of {rank.name} (pid {rank.hello.process.pid}) died", gone=True)
+
+    def _silent(self, rank: Rank) -> None:
+        message = f"{rank.name} gave no sign of life for {self._silence.bound_s:g} s"
+        self.lose(rank, _loss(rank), message, gone=False)
+
+    def _drop_if_empty(self, group: Group) -> None:
+        if all(rank is None or rank.gone for rank in group.ranks) and self.groups.get(group.name) is group:
+            del self.groups[group.name]
+
+
+def _loss(rank: Rank) -> Reason:
+    return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_LOST
+
+
+def _bad_pool(path: str, size_bytes: int) -> str | None:
+    """Say why a pool file must not be mapped. The worker looks again when it opens it."""
+    if not POOL_PATH.match(path):
+        return (
+            f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared (a GPU's, a private "
+            "one, another node's) needs backend.hosting = \"rank\""
+        )
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        return f"pool: {path} cannot be seen from here ({error.strerror}); containers need one shared /dev/shm"
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        return f"pool: {path} is not a regular file of the coordinator's user"
+    if found.st_size != size_bytes:
+        return f"pool: {path} has {found.st_size} bytes, not {size_bytes}"
+    return None
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:  # noqa: PTH123 - /proc, no Path needed
+        return file.read().strip()
+    return ""
+
+
+def _namespace() -> int:
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - as above
+    return 0

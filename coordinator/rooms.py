@@ -1,0 +1,390 @@
+"""Which handoff a message is about, and what the groups are told of it.
+
+Rooms are used again, so every item of a rank says up to which event its engine had drained when it
+was made (``after``). An item that was made before the engine drained the verdict of the room's
+last attempt means that attempt, and is late; any other one means the present attempt or opens one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+
+from coordinator.handoff import Handoff
+from coordinator.layout import Layout, legs, mismatches
+from coordinator.machine import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
+from coordinator.messages import (
+    PAGE_BYTES,
+    Cancel,
+    Extend,
+    Item,
+    Offer,
+    Open,
+    Outcome,
+    Refused,
+    Released,
+    Role,
+    Send,
+)
+from coordinator.reasons import Failure, Reason
+from coordinator.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from coordinator.broadcast import Broadcaster
+    from coordinator.config import Config
+    from coordinator.groups import Group, Rank
+    from coordinator.metrics import Counters
+    from coordinator.release import Releases
+    from coordinator.transfers import Transfers
+
+#: How many ended rooms are remembered, for their attempt numbers and for sides that never heard.
+REMEMBERED: Final = 16384
+
+_log = structlog.get_logger()
+
+
+class _Ended(msgspec.Struct):
+    """The last attempt of a room; ``unaware`` is the side that took no part in it, if any."""
+
+    attempt: int
+    failure: Failure | None
+    unaware: Role | None
+
+
+@lru_cache(maxsize=256)
+def pairing(prefill: Layout, prefill_world: int, decode: Layout, decode_world: int) -> Pairing | str:
+    """How the ranks of two groups exchange pages, or a sentence that says why they cannot."""
+    problems = mismatches(prefill, prefill_world, decode, decode_world)
+    if problems:
+        return "; ".join(problems)
+    return Pairing.of(prefill_world, decode_world, legs(prefill_world, decode_world))
+
+
+class Rooms:
+    """The handoffs in flight, by room, and the desk that each of them works from."""
+
+    def __init__(self, config: Config, broadcaster: Broadcaster, transfers: Transfers, counters: Counters) -> None:
+        """Start empty."""
+        self.bounds = config.handoff
+        self.active: dict[int, Handoff] = {}
+        self.unreleased: set[Handoff] = set()
+        self.draining = False
+        self.releases: Releases
+        self.overflowed: Callable[[Group], None]
+        self._limits = config.limits
+        self._broadcaster = broadcaster
+        self._transfers = transfers
+        self._counters = counters
+        self._ended: OrderedDict[int, _Ended] = OrderedDict()
+        self._offers: Watch[Handoff] = Watch(config.handoff.offer_ttl_s, self._abandoned)
+        self._handlers: dict[type, Callable[[Rank, Item], Refused | None]] = {
+            Open: self._open,
+            Send: self._send,
+            Offer: self._offer,
+            Extend: self._extend,
+            Cancel: self._cancel,
+        }
+
+    def handle(self, rank: Rank, item: Item) -> Refused | None:
+        """Take one item of a rank; returns what to answer when it is not accepted."""
+        role = Role.PREFILL if isinstance(item, Open | Send) else Role.DECODE
+        if role is not rank.group.role and not isinstance(item, Cancel):
+            return self._refused(rank, item, f"a {rank.group.role} rank cannot say {type(item).__name__}")
+        return self._handlers[type(item)](rank, item)
+
+    # The items, one by one
+
+    def _open(self, rank: Rank, item: Item) -> Refused | None:
+        handoff = self._of(rank, item)
+        return self._apply(handoff, rank, item, Opened(rank.number)) if handoff else None
+
+    def _send(self, rank: Rank, item: Item) -> Refused | None:
+        assert isinstance(item, Send)  # noqa: S101 - the table of handlers says so
+        handoff = self._of(rank, item)
+        if handoff is None:
+            return None
+        problem = _bad_pages(item.pages, rank, handoff.machine.sent_pages(rank.number))
+        if problem:
+            return self._spoilt(handoff, rank, item, problem)
+        return self._apply(handoff, rank, item, Sent(rank.number, item.pages, item.last, item.aux))
+
+    def _offer(self, rank: Rank, item: Item) -> Refused | None:
+        assert isinstance(item, Offer)  # noqa: S101 - the table of handlers says so
+        handoff = self._of(rank, item)
+        if handoff is None:
+            return None
+        problem = _bad_pages(item.pages, rank, 0)
+        if problem:
+            return self._spoilt(handoff, rank, item, problem)
+        return self._apply(handoff, rank, item, Offered(rank.number, item.pages, item.prefix_pages))
+
+    def _extend(self, rank: Rank, item: Item) -> Refused | None:
+        handoff = self._of(rank, item)
+        return self._apply(handoff, rank, item, Extended(rank.number)) if handoff else None
+
+    def _cancel(self, rank: Rank, item: Item) -> Refused | None:
+        assert isinstance(item, Cancel)  # noqa: S101 - the table of handlers says so
+        ended = self._ended.get(item.room)
+        if item.room not in self.active and ended is not None and ended.unaware is not rank.group.role:
+            if not self._is_late(rank, item):
+                return self._refused(rank, item, f"room {item.room} is not in flight")
+            return None
+        handoff = self._of(rank, item)
+        if handoff is not None:
+            prefill = rank.group.role is Role.PREFILL
+            reason = Reason.CANCELLED_BY_PREFILL if prefill else Reason.CANCELLED_BY_DECODE
+            handoff.fail(reason, item.why or "cancelled by the engine", rank.name)
+        return None
+
+    # Which attempt is meant
+
+    def _of(self, rank: Rank, item: Item) -> Handoff | None:
+        """Find or open the attempt that an item means; None when it is late or cannot be opened."""
+        if self._is_late(rank, item):
+            return None
+        group = rank.group
+        handoff = self.active.get(item.room)
+        if handoff is None:
+            return self._opened(rank, item.room)
+        bound = handoff.prefill if group.role is Role.PREFILL else handoff.decode
+        if bound is None:
+            self._bind(handoff, group)
+            return handoff if not handoff.machine.state.terminal else None
+        if bound is not group:
+            message = f"room {item.room} is in flight with {bound.name}; a room id must not be used twice at a time"
+            self._stillborn(group, item.room, Failure(Reason.REJECTED, rank.name, message))
+            return None
+        return handoff
+
+    def _is_late(self, rank: Rank, item: Item) -> bool:
+        number = rank.group.ended.get(item.room)
+        if number is None or item.after >= number:
+            return False
+        kind = type(item).__name__.lower()
+        self._counters.late[kind] += 1
+        _log.info("item.late", rank=rank.name, room=item.room, item=kind)
+        return True
+
+    def _opened(self, rank: Rank, room: int) -> Handoff | None:
+        ended = self._ended.get(room)
+        if ended is not None and ended.unaware is rank.group.role and ended.failure is not None:
+            # The other side gave this room up before our side ever spoke of it.
+            ended.unaware = None
+            why = f"over before {rank.group.name} spoke of it: {ended.failure.message}"
+            self._stillborn(rank.group, room, Failure(ended.failure.reason, ended.failure.origin, why))
+            return None
+        if self.draining:
+            failure = Failure(Reason.DRAINING, "", "the coordinator is draining; try another prefill node")
+            self._stillborn(rank.group, room, failure)
+            return None
+        if len(self.active) >= self._limits.max_handoffs:
+            why = f"limits.max_handoffs = {self._limits.max_handoffs} handoffs are in flight"
+            self._stillborn(rank.group, room, Failure(Reason.REJECTED, "", why))
+            return None
+        handoff = self.active[room] = Handoff(room, self._next_attempt(room), self)
+        self._counters.opened += 1
+        self._bind(handoff, rank.group)
+        self.trail(handoff, "handoff.opened")
+        return handoff
+
+    def _next_attempt(self, room: int) -> int:
+        ended = self._ended.get(room)
+        return ended.attempt + 1 if ended is not None else 1
+
+    def _bind(self, handoff: Handoff, group: Group) -> None:
+        """Make a group part of a handoff; with the second one its legs are known."""
+        if group.role is Role.PREFILL:
+            handoff.prefill = group
+            self._offers.discard(handoff)
+        else:
+            handoff.decode = group
+        group.handoffs.add(handoff)
+        prefill, decode = handoff.prefill, handoff.decode
+        if prefill is None or decode is None:
+            if group.role is Role.DECODE:
+                self._watch_offer(handoff)
+            return
+        pair = pairing(prefill.layout, prefill.world_size, decode.layout, decode.world_size)
+        if isinstance(pair, str):
+            handoff.fail(Reason.INCOMPATIBLE, f"{prefill.name} and {decode.name} do not fit: {pair}")
+        else:
+            handoff.apply(Paired(pair))
+
+    def _watch_offer(self, handoff: Handoff) -> None:
+        if len(self._offers) >= self._limits.max_offers:
+            why = f"limits.max_offers = {self._limits.max_offers} offers wait for prefill already"
+            handoff.fail(Reason.REJECTED, why)
+        else:
+            self._offers.sign(handoff)
+
+    def _abandoned(self, handoff: Handoff) -> None:
+        handoff.fail(
+            Reason.ABANDONED, f"no sign of prefill for this room within {self._offers.bound_s:g} s of decode's first"
+        )
+
+    def _stillborn(self, group: Group, room: int, failure: Failure) -> None:
+        """Tell a group that a room of its has failed before it could begin. Counts as a handoff."""
+        attempt = self._next_attempt(room)
+        self._counters.opened += 1
+        self._counters.failed[failure.reason] += 1
+        if room not in self.active:
+            self._remember(room, _Ended(attempt, None, None))
+        self._tell(group, room, Outcome(room, attempt, failure))
+        self._tell(group, room, Released(room, attempt))
+        _log.info(
+            "handoff.outcome", group=group.name, room=room, attempt=attempt, outcome="failed",
+            reason=failure.reason, origin=failure.origin, message=failure.message,
+        )  # fmt: skip
+
+    # The desk of a handoff (see ``coordinator.handoff.Desk``)
+
+    def start_move(self, handoff: Handoff, move: StartMove) -> None:
+        """Have the bytes of a move written."""
+        self._transfers.start(handoff, move)
+
+    def revoke(self, handoff: Handoff, moves: tuple[int, ...]) -> None:
+        """Tell the workers that these moves need not be started any more."""
+        self._transfers.revoke(handoff, moves)
+
+    def concluded(self, handoff: Handoff) -> None:
+        """Tell the verdict to both groups."""
+        machine = handoff.machine
+        room, failure = machine.room, machine.failure
+        if self.active.get(room) is handoff:
+            del self.active[room]
+        self.unreleased.add(handoff)
+        self._offers.discard(handoff)
+        unaware = None
+        if handoff.prefill is None:
+            unaware = Role.PREFILL
+        elif handoff.decode is None:
+            unaware = Role.DECODE
+        self._remember(room, _Ended(machine.attempt, failure, unaware))
+        for group in handoff.groups:
+            group.handoffs.discard(handoff)
+            aux = machine.aux if failure is None and group.role is Role.DECODE else b""
+            self._tell(group, room, Outcome(room, machine.attempt, failure, aux))
+        if failure is None:
+            self._counters.succeeded += 1
+        else:
+            self._counters.failed[failure.reason] += 1
+        self.trail(handoff, "handoff.outcome")
+
+    def released(self, handoff: Handoff, side: Role) -> None:
+        """Tell one side that its pages are quiet."""
+        group = handoff.prefill if side is Role.PREFILL else handoff.decode
+        if group is not None:
+            self._tell(group, handoff.room, Released(handoff.room, handoff.machine.attempt))
+            held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
+            _log.info(
+                "handoff.released", group=group.name, room=handoff.room, attempt=handoff.machine.attempt,
+                side=side.value, held_s=round(held_s, 4),
+            )  # fmt: skip
+        self.releases.changed(handoff)
+
+    def late(self, handoff: Handoff, event: Event) -> None:
+        """Count and log an event that came after the verdict."""
+        kind = type(event).__name__.lower()
+        self._counters.late[kind] += 1
+        _log.info("handoff.late", **self._who(handoff), event_kind=kind, state=handoff.machine.state.value)
+
+    def trail(self, handoff: Handoff, step: str) -> None:
+        """Log a step of a handoff's trail, with how long the one before took."""
+        now_s = asyncio.get_running_loop().time()
+        fields: dict[str, object] = {"total_s": round(now_s - handoff.opened_at_s, 4)}
+        if handoff.complete_at_s:
+            fields["after_prefill_s"] = round(now_s - handoff.complete_at_s, 4)
+        if step == "handoff.outcome":
+            failure = handoff.machine.failure
+            fields["outcome"] = "succeeded" if failure is None else "failed"
+            fields["bytes"] = handoff.moved_bytes
+            if failure is not None:
+                fields |= {"reason": failure.reason, "origin": failure.origin, "message": failure.message}
+            self._counters.bytes_moved += handoff.moved_bytes
+        _log.info(step, **self._who(handoff), **fields)
+
+    async def make_quiet(self, handoff: Handoff) -> None:
+        """Wait, then use force, until nothing of a failed handoff moves any more."""
+        await self.releases.make_quiet(handoff)
+
+    def closed(self, handoff: Handoff) -> None:
+        """Forget the handoff."""
+        self.unreleased.discard(handoff)
+
+    def broken(self, handoff: Handoff, error: Exception) -> None:
+        """Log a bug; the pages of this handoff stay held."""
+        _log.error("handoff.broken", **self._who(handoff), exc_info=error)
+
+    # What they share
+
+    def fail_all(self, handoffs: set[Handoff], reason: Reason, message: str, origin: str = "") -> None:
+        """Fail every one of ``handoffs`` that is still in flight."""
+        for handoff in list(handoffs):
+            handoff.fail(reason, message, origin)
+
+    def close(self) -> None:
+        """Stop the clocks."""
+        self._offers.close()
+
+    def _apply(self, handoff: Handoff, rank: Rank, item: Item, event: Event) -> Refused | None:
+        refusal = handoff.apply(event)
+        return None if refusal is None else self._refused(rank, item, f"room {item.room}: {refusal.message}")
+
+    def _spoilt(self, handoff: Handoff, rank: Rank, item: Item, problem: str) -> Refused:
+        """A member's item is unusable: without it the handoff cannot succeed, so it fails now."""
+        handoff.fail(Reason.REJECTED, problem, rank.name)
+        return self._refused(rank, item, f"room {item.room}: {problem}")
+
+    def _refused(self, rank: Rank, item: Item, message: str) -> Refused:
+        kind = type(item).__name__.lower()
+        self._counters.refused[kind] += 1
+        _log.warning("item.refused", rank=rank.name, room=item.room, item=kind, error=message)
+        return Refused(kind, message, item.room)
+
+    def _tell(self, group: Group, room: int, event: Outcome | Released) -> None:
+        number = group.log.append(event)
+        if isinstance(event, Outcome):
+            group.ended.pop(room, None)  # so that the newest verdict stands last
+            group.ended[room] = number
+        self._broadcaster.publish(group)
+        if len(group.log) > self._limits.backlog_events:
+            self.overflowed(group)
+
+    def _remember(self, room: int, ended: _Ended) -> None:
+        self._ended[room] = ended
+        self._ended.move_to_end(room)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    @staticmethod
+    def _who(handoff: Handoff) -> dict[str, object]:
+        return {
+            "group": handoff.prefill.name if handoff.prefill else None,
+            "decode": handoff.decode.name if handoff.decode else None,
+            "room": handoff.machine.room,
+            "attempt": handoff.machine.attempt,
+        }
+
+
+def _bad_pages(pages: bytes, rank: Rank, before: int) -> str | None:
+    """Say what is wrong with a page list of a rank that has sent ``before`` pages already."""
+    if len(pages) % PAGE_BYTES:
+        return f"{len(pages)} bytes are no list of int32 page numbers"
+    count, size = len(pages) // PAGE_BYTES, rank.hello.pool.pages
+    if before + count > size:
+        return f"{before + count} pages are more than the {size} of the pool of {rank.name}"
+    if not count:
+        return None
+    numbers = memoryview(pages).cast("i")
+    low, high = min(numbers), max(numbers)
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        return f"page {wrong} is outside the pool of {rank.name}, which has pages 0 to {size - 1}"
+    return None

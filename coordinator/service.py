@@ -1,0 +1,264 @@
+"""The wiring: sockets, groups, rooms, workers, and how all of it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+import uvloop
+import zmq
+
+from coordinator import addresses, logs, sockets
+from coordinator.broadcast import Broadcaster
+from coordinator.channel import Channel
+from coordinator.control import Control
+from coordinator.membership import Membership
+from coordinator.messages import Role
+from coordinator.metrics import Counters
+from coordinator.reasons import Reason
+from coordinator.release import Releases
+from coordinator.rooms import Rooms, pairing
+from coordinator.transfers import Transfers
+from coordinator.worker.settings import WorkerSettings
+from coordinator.worker.supervisor import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from coordinator.config import Config
+    from coordinator.groups import Group, Rank
+
+#: After the last verdict: how long ranks get to acknowledge it before the coordinator ends.
+FAREWELL_S: Final = 1.0
+
+_log = structlog.get_logger()
+
+
+class Service:
+    """One coordinator. ``start`` it inside a running loop, ``stop`` it in the same."""
+
+    def __init__(self, config: Config, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        """Wire the parts together; nothing is opened yet."""
+        self.config = config
+        self.epoch = secrets.randbits(63) | 1
+        self.counters = Counters()
+        self._context = context or zmq.Context.instance()
+        self._router = sockets.router(self._context, config.limits)
+        self._xpub = sockets.xpub(self._context, config.limits)
+        self._outcomes = Channel(self._xpub, self._subscribed)
+        self.broadcaster = Broadcaster(self.epoch, self._outcomes)
+        self.transfers = Transfers(config, self._send)
+        self.releases = Releases(config.release, self.transfers, config.rank.heartbeat_s)
+        self.rooms = Rooms(config, self.broadcaster, self.transfers, self.counters)
+        self.membership = Membership(config, self.counters, self)
+        self.control = Control(
+            config, self.epoch, self.membership, self.rooms, self.transfers, self.broadcaster, self.counters
+        )
+        self._control = self.control.channel = Channel(self._router, self.control.on_message)
+        self.transfers.confirm_alive = self.membership.confirm_alive
+        self.rooms.releases = self.releases
+        self.rooms.overflowed = self.membership.lag
+        self.addresses: list[str] = []
+        self._private = Path()
+        self._workers_address = ""
+        self._authenticator: sockets.ThreadAuthenticator | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Start and end
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: an address or a key cannot be used.
+
+        """
+        listen = self.config.listen
+        self._private = Path(tempfile.mkdtemp(prefix="kv-coordinator-"))
+        # Before any key is demanded: this one is in a directory of our own, for our own workers.
+        self._workers_address = sockets.bind(self._router, f"ipc://{self._private}/workers", "workers")
+        if self.config.security is not None:
+            self._authenticator = sockets.authenticate(
+                self._context, self.config.security, [self._router, self._xpub]
+            )
+        self.addresses = [sockets.bind(self._router, address, "listen.control") for address in listen.control]
+        for address in listen.outcomes:
+            bound = sockets.bind(self._xpub, address, "listen.outcomes")
+            kind = addresses.transport(bound)
+            shown = addresses.advertised(bound, listen.advertise) if kind == "tcp" else bound
+            self.control.outcomes.setdefault(kind, shown)
+        self._control.start()
+        self._outcomes.start()
+        self._spawn(self.broadcaster.beat(self.membership.groups))
+        _log.info(
+            "coordinator.ready", name=self.config.service.name, epoch=f"{self.epoch:x}", control=self.addresses,
+            outcomes=list(self.control.outcomes.values()), backend=self.config.backend.name,
+        )  # fmt: skip
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Admit no more handoffs; let those in flight end within ``grace_s``, or until ``hurry``."""
+        self.rooms.draining = True
+        _log.info("coordinator.draining", in_flight=len(self.rooms.active), grace_s=grace_s)
+        await self._until(lambda: not self.rooms.active or hurry.is_set(), grace_s)
+        self.rooms.fail_all(set(self.rooms.active.values()), Reason.DRAINING, "the coordinator is shutting down")
+        release = self.config.release
+        bound_s = 2 * release.settle_s + release.drain_s + 1.0
+        await self._until(lambda: not self.rooms.unreleased or hurry.is_set(), bound_s)
+        groups = self.membership.groups
+        await self._until(
+            lambda: hurry.is_set() or all(group.stable == group.log.head or not group.live for group in groups.values()),
+            FAREWELL_S,
+        )
+
+    async def stop(self) -> None:
+        """Close everything. Handoffs that are still in flight are left without a verdict."""
+        self.rooms.close()
+        self.membership.close()
+        await asyncio.gather(*(crew.worker.stop() for crew in list(self.transfers.crews.values())))
+        self.transfers.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._control.close()
+        self._outcomes.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        shutil.rmtree(self._private, ignore_errors=True)
+        _log.info(
+            "coordinator.stopped", opened=self.counters.opened, succeeded=self.counters.succeeded,
+            failed=dict(self.counters.failed),
+        )  # fmt: skip
+
+    # What happens to ranks (see ``coordinator.membership.MembershipEvents``)
+
+    def joined(self, rank: Rank) -> None:
+        """Give a prefill rank its worker; open the ways between it and the other side."""
+        if rank.group.role is Role.PREFILL:
+            if rank not in self.transfers.crews:
+                worker = Worker(rank, lambda token: self._worker_settings(rank, token), self)
+                self.transfers.enlist(worker)
+                worker.start()
+        for prefill, decode, leg in self._legs_of(rank):
+            source, target = prefill.ranks[leg[0]], decode.ranks[leg[1]]
+            if source is not None and target is not None and source.alive and target.alive:
+                self.transfers.connect(source, target)
+
+    def lost(self, rank: Rank, reason: Reason, message: str) -> None:
+        """Fail the handoffs of a rank's group."""
+        self.control.forget(rank.identity)
+        self.rooms.fail_all(rank.group.handoffs, reason, message, rank.name)
+        if rank.group.heard():
+            self.broadcaster.publish(rank.group)
+
+    def gone(self, rank: Rank) -> None:
+        """Nothing lands in a dead decode rank; a dead prefill rank needs no worker."""
+        if rank.group.role is Role.DECODE:
+            self.transfers.rank_gone(rank)
+        elif rank in self.transfers.crews:
+            self._spawn(self._dismiss(rank))
+
+    def worker_down(self, worker: Worker, cause: str) -> None:
+        """Fail the moves of a worker that died."""
+        self.counters.worker_deaths += 1
+        self.control.forget(worker.identity)
+        self.transfers.worker_down(worker, cause)
+
+    # Helpers
+
+    def _legs_of(self, rank: Rank) -> list[tuple[Group, Group, tuple[int, int]]]:
+        """The legs between a rank and every group of the other side that fits."""
+        found = []
+        for other in self.membership.groups.values():
+            if other.role is rank.group.role:
+                continue
+            is_prefill = rank.group.role is Role.PREFILL
+            prefill, decode = (rank.group, other) if is_prefill else (other, rank.group)
+            pair = pairing(prefill.layout, prefill.world_size, decode.layout, decode.world_size)
+            if not isinstance(pair, str):
+                legs = pair.by_source if is_prefill else pair.by_destination
+                found += [(prefill, decode, leg) for leg in legs[rank.number]]
+        return found
+
+    async def _dismiss(self, rank: Rank) -> None:
+        worker = self.transfers.crews[rank].worker
+        worker.kill(f"{rank.name} is dead")
+        await worker.stop()
+        self.transfers.dismiss(rank)
+
+    def _worker_settings(self, rank: Rank, token: str) -> WorkerSettings:
+        hello = rank.hello
+        return WorkerSettings(
+            control=self._workers_address,
+            token=token,
+            label=f"{rank.group.name}-{rank.number}-{token[:8]}",
+            backend=self.config.backend.name,
+            options=self.config.backend.chosen_options,
+            pool=hello.pool,
+            layout=hello.layout,
+            world_size=hello.world_size,
+            rank=hello.rank,
+            heartbeat_s=self.config.rank.heartbeat_s,
+        )
+
+    def _send(self, frames: list[bytes]) -> bool:
+        return self._control.send(frames)
+
+    def _subscribed(self, frames: list[bytes]) -> None:
+        """A rank has subscribed: let it see a broadcast at once."""
+        topic = frames[0]
+        if topic[:1] != b"\x01":
+            return
+        for group in self.membership.groups.values():
+            if group.topic == topic[1:]:
+                self.broadcaster.publish(group)
+
+    async def _until(self, condition: Callable[[], bool], bound_s: float) -> None:
+        deadline_s = asyncio.get_running_loop().time() + bound_s
+        while not condition() and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def serve(config: Config) -> None:
+    """Run a coordinator until SIGTERM or SIGINT; a second signal cuts the grace short."""
+    loop = asyncio.get_running_loop()
+    asked, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if asked.is_set() else asked).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    service = Service(config)
+    try:
+        await service.start()
+        await asked.wait()
+        await service.drain(config.shutdown.grace_s, hurry)
+    finally:
+        await service.stop()
+
+
+def run(config: Config) -> int:
+    """Run a coordinator in this process, on uvloop; returns the exit code.
+
+    Raises:
+        ConfigError: an address or a key cannot be used.
+
+    """
+    logs.configure(config.log.level, config.log.format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config))
+    finally:
+        logs.close()
+    return 0
