@@ -1,0 +1,129 @@
+"""The thread behind the log: takes lines from a bounded queue and writes them to a descriptor.
+
+Whoever logs never waits for stdout: a terminal on hold or a stuck log collector costs lines, counted,
+and never the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Lines that may wait for stdout; about as many as a busy coordinator logs in a second.
+MAX_LINES: Final = 20_000
+#: Once awake, the thread lets lines gather for this long: one write instead of one for each line, and
+#: it does not fight with the loop's thread for the interpreter at every line.
+GATHER_S: Final = 0.005
+#: Lines in one write.
+_BATCH: Final = 256
+
+
+class DirectWriter:
+    """Writes each line at once, in the caller's thread; for the time before and after the real log."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Write to ``descriptor``."""
+        self._descriptor = descriptor
+        self.dropped = 0
+
+    def put(self, line: bytes | str) -> None:
+        """Write a line."""
+        try:
+            os.write(self._descriptor, _with_end(line))
+        except OSError:
+            self.dropped += 1
+
+    def close(self, timeout_s: float) -> None:
+        """Do nothing: there is no queue."""
+
+
+class Writer:
+    """A bounded queue of lines and the thread that writes them."""
+
+    def __init__(self, descriptor: int, tell_dropped: Callable[[int], bytes | str]) -> None:
+        """Write to a copy of ``descriptor``.
+
+        Args:
+            descriptor: it may be closed later; the copy stays open until ``close``.
+            tell_dropped: makes the line that says how many were dropped.
+
+        """
+        self._descriptor = os.dup(descriptor)
+        self._tell_dropped = tell_dropped
+        self._lines: deque[bytes | str] = deque()
+        self._asleep = False
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._counting = threading.Lock()
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes | str) -> None:
+        """Queue a line, or drop and count it when the queue is full. Never waits."""
+        if len(self._lines) >= MAX_LINES:
+            self._drop(1)
+            return
+        self._lines.append(line)
+        if self._asleep:
+            self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued, for at most ``timeout_s``, and end the thread."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _drop(self, count: int) -> None:
+        with self._counting:
+            self.dropped += count
+
+    def _run(self) -> None:
+        told = 0
+        while self._gather():
+            batch = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH))]
+            if self.dropped > told:
+                batch.append(self._tell_dropped(self.dropped - told))
+                told = self.dropped
+            if not self._write(b"".join(map(_with_end, batch))):
+                self._drop(len(batch))
+        os.close(self._descriptor)
+
+    def _gather(self) -> bool:
+        """Wait for lines; False at the end."""
+        if self._lines:
+            return True
+        self._asleep = True
+        # A line that came before the flag was seen has set no wake: look again before sleeping.
+        while not self._lines and not self._closing.is_set():
+            self._wake.wait()
+            self._wake.clear()
+        self._asleep = False
+        self._closing.wait(GATHER_S)
+        return bool(self._lines)
+
+    def _write(self, data: bytes) -> bool:
+        """Write all of it; False when the descriptor does not take it."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [], 1.0)
+            except OSError:
+                # The reader is gone or the disk is full. The next batch tries again.
+                time.sleep(GATHER_S)
+                return False
+        return True
+
+
+def _with_end(line: bytes | str) -> bytes:
+    data = line if isinstance(line, bytes) else line.encode("utf-8", "backslashreplace")
+    return data + b"\n"
