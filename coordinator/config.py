@@ -88,10 +88,6 @@ class Listen(Section):
         ),
     ] = ""
 
-    def outcomes_for(self, control: str) -> str:
-        """The outcomes address that a rank can reach which came by the ``control`` address."""
-        transport = addresses.transport(control)
-        return next(address for address in self.outcomes if addresses.transport(address) == transport)
 
 
 class Backend(Section):

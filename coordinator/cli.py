@@ -1,0 +1,136 @@
+"""The command line: ``kv-coordinator``.
+
+Each command imports what it needs when it runs, so that help comes at once and ``serve`` loads
+nothing that a coordinator does not use.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from backends.base import BackendError
+from coordinator import __version__
+from coordinator.errors import ConfigError, CoordinatorError
+
+if TYPE_CHECKING:
+    from coordinator.config import Config
+
+OK: Final = 0
+FAILED: Final = 1
+UNUSABLE: Final = 2
+
+_EXIT_CODES: Final = "Exit codes: 0 done, 1 failed, 2 the configuration or the command line cannot be used."
+
+app = typer.Typer(
+    name="kv-coordinator",
+    help="Owns each handoff of KV-cache pages from a prefill engine to a decode engine.",
+    epilog=_EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="A TOML file. Left out: the built-in default, as in configs/local.toml.",
+    ),
+]
+
+
+class DemoBackend(StrEnum):
+    """What can move the pages of the demo."""
+
+    NIXL = "nixl"
+    LOOPBACK = "loopback"
+
+
+@app.command(epilog=_EXIT_CODES)
+def serve(config: ConfigFile = None) -> None:
+    """Run a coordinator until SIGTERM or SIGINT; its log goes to stdout."""
+    settings = _configuration(config)
+    from coordinator import service
+
+    raise typer.Exit(service.run(settings))
+
+
+@app.command(epilog=_EXIT_CODES)
+def check(config: ConfigFile = None) -> None:
+    """Validate a configuration, and do nothing else. Every mistake is listed, one a line."""
+    settings = _configuration(config)
+    name = config or "the built-in default"
+    typer.echo(f"{name} can be used.")
+    for line in _summary(settings):
+        typer.echo(f"  {line}")
+
+
+@app.command(
+    epilog="Exit codes: 0 all is well; 1 a page is corrupt, a handoff has no verdict, ranks disagree, "
+    "or the demo could not run; 2 the command line cannot be used."
+)
+def demo(
+    *,
+    backend: Annotated[DemoBackend, typer.Option(help="What moves the pages.")] = DemoBackend.LOOPBACK,
+    prefill_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of the prefill engine.")] = 2,
+    decode_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of the decode engine.")] = 2,
+    handoffs: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="How many requests are handed over.")
+    ] = 200,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the result to this file as JSON, too."),
+    ] = None,
+) -> None:
+    """Watch pages travel between simulated engines, with decode killed and restarted in the middle."""
+    from coordinator.sim import demo as show
+
+    options = show.DemoOptions(
+        backend=backend.value, prefill_tp=prefill_tp, decode_tp=decode_tp, handoffs=handoffs, json_path=json
+    )
+    raise typer.Exit(show.run(options))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"kv-coordinator {__version__}")
+
+
+def main() -> None:
+    """Run the command line; errors of ours are sentences on stderr, not tracebacks."""
+    try:
+        app()
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(problem, err=True)
+        sys.exit(UNUSABLE)
+    except (BackendError, CoordinatorError) as error:
+        typer.echo(f"kv-coordinator: {error}", err=True)
+        sys.exit(FAILED)
+
+
+def _configuration(path: Path | None) -> Config:
+    from coordinator.config import Config, load
+
+    return Config() if path is None else load(path)
+
+
+def _summary(config: Config) -> list[str]:
+    """Say in a few lines what a coordinator with this configuration does."""
+    bounds = config.handoff
+    secured = "CURVE keys" if config.security else "none: only this host can connect"
+    return [
+        f"listens on   {', '.join(config.listen.control)}",
+        f"broadcasts   {', '.join(config.listen.outcomes)}",
+        f"backend      {config.backend.name}, hosted by the {config.backend.hosting}",
+        f"deadline     {bounds.deadline_s:g} s after prefill; extended by decode, {bounds.hard_cap_s:g} s",
+        f"security     {secured}",
+    ]
