@@ -187,6 +187,23 @@ class Link(ABC):
         """
 
 
+def fence_all(links: Sequence[Link]) -> None:
+    """Fence every link, also when one cannot be.
+
+    Raises:
+        BackendError: naming all that could not be fenced.
+
+    """
+    problems = []
+    for link in links:
+        try:
+            link.fence()
+        except BackendError as error:
+            problems.append(str(error))
+    if problems:
+        raise BackendError("; ".join(problems))
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend declares about itself.

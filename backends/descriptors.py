@@ -6,7 +6,7 @@ list from touching memory outside a registered region, on either side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from backends.base import Grid, Part
+
+_INT32: Final = np.dtype(np.int32)
 
 
 class Runs(NamedTuple):
@@ -84,9 +86,10 @@ def grid_problem(side: str, grid: Grid, region_bytes: Sequence[int]) -> str | No
 
 def _blocks_problem(side: str, blocks: object, count: int) -> str | None:
     """What is wrong with a block list, given the number of blocks of its grid; else ``None``."""
-    if not isinstance(blocks, np.ndarray) or blocks.dtype != np.int32 or blocks.ndim != 1:
+    if not isinstance(blocks, np.ndarray) or blocks.dtype != _INT32 or blocks.ndim != 1:
         return f"{side} blocks must be a numpy array of int32 with one dimension"
-    if blocks.size and (blocks.min() < 0 or blocks.max() >= count):
+    # As unsigned, a negative number is a huge one: one pass finds both.
+    if blocks.size and np.maximum.reduce(blocks.view(np.uint32)) >= count:
         return f"{side} blocks reach from {blocks.min()} to {blocks.max()}, the grid has {count}"
     return None
 

@@ -211,8 +211,9 @@ class Agent:
 
     def forget_prepared(self) -> None:
         """Release all prepared grids; no request may be outstanding."""
-        for prepared in self._prepared.values():
-            self._native.releasedDlistH(prepared)
+        with self.mapped("a prepared grid cannot be released"):
+            for prepared in self._prepared.values():
+                self._native.releasedDlistH(prepared)
         self._prepared.clear()
 
     @property
@@ -252,9 +253,10 @@ class Agent:
 
         Never for one that moves: the engine would say yes, and go on moving it.
         """
-        for request in requests:
-            self._requests.discard(request)
-            self._native.releaseXferReq(request)
+        with self.mapped("a request cannot be released"):
+            for request in requests:
+                self._native.releaseXferReq(request)
+                self._requests.discard(request)
 
     def destroy(self) -> None:
         """Destroy the native agent: on return it reads and writes nothing any more.
@@ -264,9 +266,8 @@ class Agent:
 
         """
         # Releasing moving requests stops nothing; it only keeps them from leaking below.
-        with self.mapped("the engine cannot be destroyed"):
-            self.release(list(self._requests))
-            self.forget_prepared()
+        self.release(list(self._requests))
+        self.forget_prepared()
         native, self._native = self._native, None
         # Only this frame and the call below may hold it, or it would live on.
         holders = sys.getrefcount(native)
