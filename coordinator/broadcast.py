@@ -52,8 +52,7 @@ class GroupLog:
         if count <= 0:
             return []
         # From the tail: what is asked for is nearly always the newest few.
-        tail = [self._events[-index] for index in range(count, 0, -1)]
-        return tail
+        return [self._events[-index] for index in range(count, 0, -1)]
 
     def trim(self, through: int) -> None:
         """Drop the events up to and including ``through``."""

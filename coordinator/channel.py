@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Messages handled per wake before timers and other sockets get their turn.
 BATCH: Final = 256
+#: From this size on, handing the buffer over is cheaper than copying it.
+ZERO_COPY_BYTES: Final = 65536
 
 
 class Channel:
@@ -29,6 +31,7 @@ class Channel:
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         """Take ownership of ``socket``; call ``start`` inside the running loop."""
         self._socket = socket
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
@@ -37,13 +40,13 @@ class Channel:
     def start(self) -> None:
         """Begin to read."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._wake)
+        self._loop.add_reader(self._fd, self._wake)
         self._wake()
 
     def send(self, frames: list[bytes]) -> bool:
         """Send without waiting; False when the peer is gone or its queue is full."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < ZERO_COPY_BYTES)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
                 return False
@@ -58,7 +61,7 @@ class Channel:
             return
         self._closed = True
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._fd)
         self._socket.close()
 
     def _wake(self) -> None:

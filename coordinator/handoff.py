@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from coordinator.machine import (
+from coordinator.events import (
     Aborted,
     AllMoving,
     Conclude,
+    Effect,
     Event,
     ExtendClock,
-    HandoffMachine,
     Late,
     Refuse,
     Release,
@@ -19,12 +19,13 @@ from coordinator.machine import (
     StartClock,
     StartMove,
 )
-from coordinator.messages import Role
+from coordinator.machine import HandoffMachine
 from coordinator.reasons import Failure, Reason
 
 if TYPE_CHECKING:
     from coordinator.config import HandoffBounds
     from coordinator.groups import Group
+    from coordinator.messages import Role
     from coordinator.transfers import Flight
 
 
@@ -127,31 +128,36 @@ class Handoff:
         """Feed the state machine and carry out its effects; returns a refusal for the sender."""
         refusal: Refuse | None = None
         for effect in self.machine.apply(event, asyncio.get_running_loop().time()):
-            match effect:
-                case StartMove():
-                    self._desk.start_move(self, effect)
-                case StartClock():
-                    self.complete_at_s = asyncio.get_running_loop().time()
-                    self._prefill_complete.set()
-                    self._desk.trail(self, "handoff.prefill_complete")
-                case AllMoving():
-                    self._desk.trail(self, "handoff.moving")
-                case Conclude():
-                    self.concluded_at_s = asyncio.get_running_loop().time()
-                    self._desk.concluded(self)
-                    self._prefill_complete.set()
-                    self._settled.set()
-                case Release(side=side):
-                    self._desk.released(self, side)
-                case Revoke(moves=moves):
-                    self._desk.revoke(self, moves)
-                case ExtendClock():
-                    self.reschedule()
-                case Late(event=late):
-                    self._desk.late(self, late)
-                case Refuse():
-                    refusal = effect
+            if isinstance(effect, Refuse):
+                refusal = effect
+            else:
+                self._carry_out(effect)
         return refusal
+
+    def _carry_out(self, effect: Effect) -> None:
+        desk = self._desk
+        match effect:
+            case StartMove():
+                desk.start_move(self, effect)
+            case StartClock():
+                self.complete_at_s = asyncio.get_running_loop().time()
+                self._prefill_complete.set()
+                desk.trail(self, "handoff.prefill_complete")
+            case AllMoving():
+                desk.trail(self, "handoff.moving")
+            case Conclude():
+                self.concluded_at_s = asyncio.get_running_loop().time()
+                desk.concluded(self)
+                self._prefill_complete.set()
+                self._settled.set()
+            case Release(side=side):
+                desk.released(self, side)
+            case Revoke(moves=moves):
+                desk.revoke(self, moves)
+            case ExtendClock():
+                self.reschedule()
+            case Late(event=late):
+                desk.late(self, late)
 
     def fail(self, reason: Reason, message: str, origin: str = "") -> None:
         """Fail the handoff, unless its verdict is known."""
@@ -164,9 +170,7 @@ class Handoff:
             return
         bounds = self._desk.bounds
         now_s = asyncio.get_running_loop().time()
-        self._clock.reschedule(
-            min(now_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s)
-        )
+        self._clock.reschedule(min(now_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s))
 
     async def _run(self) -> None:
         try:

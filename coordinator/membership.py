@@ -179,37 +179,55 @@ class Membership:
         if holder.seen_at_s > since_s + heartbeat_s:
             del self._contests[holder]
             message = (
-                f"rank {holder.number} of {holder.group.name} is taken by pid {holder.hello.process.pid}, which is "
-                "alive; is the same rank started twice, or do two engines share a group name?"
+                f"rank {holder.number} of {holder.group.name} is taken by pid {holder.hello.process.pid}, "
+                "which is alive; is the same rank started twice, or do two engines share a group name?"
             )
             return self._refused(hello, "taken", message, fatal=True)
         if now_s - since_s >= CONTEST_HEARTBEATS * heartbeat_s:
             return None
-        message = f"rank {holder.number} of {holder.group.name} is taken; finding out whether its holder lives"
+        message = (
+            f"rank {holder.number} of {holder.group.name} is taken; finding out whether its holder lives"
+        )
         return Refused("contested", message)
 
     def _unusable(self, hello: Hello) -> str | None:
         """Say in one sentence why this hello can never be accepted as things are."""
+        return (
+            self._malformed(hello)
+            or self._unmappable(hello)
+            or self._unlike(hello)
+            or self._incompatible(hello)
+        )
+
+    def _malformed(self, hello: Hello) -> str | None:
+        """Look at the hello by itself."""
         if hello.version != VERSION:
             return f"protocol version {hello.version} is not spoken here; this coordinator speaks {VERSION}"
         if hello.rank >= hello.world_size:
             return f"rank {hello.rank} does not exist in a group of world size {hello.world_size}"
         if hello.backend != self._config.backend.name:
-            return f"backend: this coordinator uses {self._config.backend.name!r}, the rank has {hello.backend!r}"
+            ours = self._config.backend.name
+            return f"backend: this coordinator uses {ours!r}, the rank has {hello.backend!r}"
         try:
             hello.layout.check(hello.world_size)
         except LayoutError as error:
             return f"layout: {error}"
         need = hello.layout.pool_bytes(hello.pool.pages, hello.world_size)
         if need != hello.pool.size_bytes:
-            return f"pool: {hello.pool.pages} pages of this layout are {need} bytes, not {hello.pool.size_bytes}"
-        if hello.role is Role.DECODE and not hello.endpoint:
-            return "endpoint: a decode rank must say where its memory can be reached"
-        if hello.role is Role.PREFILL and self._config.backend.hosting == "coordinator":
-            problem = _bad_pool(hello.pool.path, hello.pool.size_bytes)
-            if problem is not None:
-                return problem
-        return self._unlike(hello) or self._incompatible(hello)
+            return (
+                f"pool: {hello.pool.pages} pages of this layout are {need} bytes, not {hello.pool.size_bytes}"
+            )
+        return None
+
+    def _unmappable(self, hello: Hello) -> str | None:
+        """See that the rank's memory can be reached in the way that its role needs."""
+        if hello.role is Role.DECODE:
+            return (
+                None if hello.endpoint else "endpoint: a decode rank must say where its memory can be reached"
+            )
+        if self._config.backend.hosting == "coordinator":
+            return _bad_pool(hello.pool.path, hello.pool.size_bytes)
+        return None
 
     def _unlike(self, hello: Hello) -> str | None:
         """Compare with the group's other members."""
@@ -221,7 +239,9 @@ class Membership:
             "world_size": (group.world_size, hello.world_size),
             "layout": (group.layout, hello.layout),
         }
-        different = [f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs]
+        different = [
+            f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs
+        ]
         if not different:
             return None
         if not any(self.confirm_alive(rank) for rank in group.live):
@@ -275,7 +295,9 @@ class Membership:
             os.close(pidfd)
 
     def _died(self, rank: Rank) -> None:
-        self.lose(rank, _loss(rank), f"the process of {rank.name} (pid {rank.hello.process.pid}) died", gone=True)
+        self.lose(
+            rank, _loss(rank), f"the process of {rank.name} (pid {rank.hello.process.pid}) died", gone=True
+        )
 
     def _silent(self, rank: Rank) -> None:
         message = f"{rank.name} gave no sign of life for {self._silence.bound_s:g} s"
@@ -294,13 +316,15 @@ def _bad_pool(path: str, size_bytes: int) -> str | None:
     """Say why a pool file must not be mapped. The worker looks again when it opens it."""
     if not POOL_PATH.match(path):
         return (
-            f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared (a GPU's, a private "
-            "one, another node's) needs backend.hosting = \"rank\""
+            f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared "
+            "(a GPU's, a private one, another node's) needs backend.hosting = 'rank'"
         )
     try:
         found = os.lstat(path)
     except OSError as error:
-        return f"pool: {path} cannot be seen from here ({error.strerror}); containers need one shared /dev/shm"
+        return (
+            f"pool: {path} cannot be seen from here ({error.strerror}); containers need one shared /dev/shm"
+        )
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         return f"pool: {path} is not a regular file of the coordinator's user"
     if found.st_size != size_bytes:

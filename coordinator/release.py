@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from coordinator.machine import MoveQuiet
+from coordinator.events import MoveQuiet
 from coordinator.messages import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from coordinator.config import ReleaseBounds
     from coordinator.handoff import Handoff
     from coordinator.transfers import Flight, Route, Transfers
 
 _log = structlog.get_logger()
-
-
 
 
 class Releases:
@@ -71,12 +69,10 @@ class Releases:
     def settled(self, flight: Flight, *, started: bool) -> None:
         """The source of a failed flight is quiet: see to its destination."""
         self.changed(flight.handoff)
-        if not started or flight.route.rank.gone:
-            self._destination_quiet(flight)
-        elif not flight.route.crew.worker.lands_after_settled:
-            self._destination_quiet(flight)
-        else:
+        if started and flight.route.crew.worker.lands_after_settled:
             self._drain(flight, asyncio.get_running_loop().time() + self.bounds.drain_s)
+        else:
+            self._destination_quiet(flight)
 
     def fenced(self, route: Route, error: str) -> None:
         """A fence was answered; one that did not work leaves only the process itself."""
@@ -110,7 +106,9 @@ class Releases:
 
     def _fence(self, handoff: Handoff) -> None:
         for route in _each(flight.route for flight in handoff.flights.values()):
-            _log.warning("release.fence", room=handoff.room, attempt=handoff.machine.attempt, route=route.name)
+            _log.warning(
+                "release.fence", room=handoff.room, attempt=handoff.machine.attempt, route=route.name
+            )
             self._transfers.fence(route)
 
     def _kill(self, handoff: Handoff) -> None:

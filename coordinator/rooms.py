@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
+from coordinator.events import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
 from coordinator.handoff import Handoff
 from coordinator.layout import Layout, legs, mismatches
-from coordinator.machine import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
 from coordinator.messages import (
     PAGE_BYTES,
     Cancel,
@@ -70,7 +70,9 @@ def pairing(prefill: Layout, prefill_world: int, decode: Layout, decode_world: i
 class Rooms:
     """The handoffs in flight, by room, and the desk that each of them works from."""
 
-    def __init__(self, config: Config, broadcaster: Broadcaster, transfers: Transfers, counters: Counters) -> None:
+    def __init__(
+        self, config: Config, broadcaster: Broadcaster, transfers: Transfers, counters: Counters
+    ) -> None:
         """Start empty."""
         self.bounds = config.handoff
         self.active: dict[int, Handoff] = {}
@@ -158,7 +160,9 @@ class Rooms:
             self._bind(handoff, group)
             return handoff if not handoff.machine.state.terminal else None
         if bound is not group:
-            message = f"room {item.room} is in flight with {bound.name}; a room id must not be used twice at a time"
+            message = (
+                f"room {item.room} is in flight with {bound.name}; a room id must not be used twice at a time"
+            )
             self._stillborn(group, item.room, Failure(Reason.REJECTED, rank.name, message))
             return None
         return handoff
@@ -226,7 +230,8 @@ class Rooms:
 
     def _abandoned(self, handoff: Handoff) -> None:
         handoff.fail(
-            Reason.ABANDONED, f"no sign of prefill for this room within {self._offers.bound_s:g} s of decode's first"
+            Reason.ABANDONED,
+            f"no sign of prefill for this room within {self._offers.bound_s:g} s of decode's first",
         )
 
     def _stillborn(self, group: Group, room: int, failure: Failure) -> None:

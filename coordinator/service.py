@@ -31,6 +31,8 @@ from coordinator.worker.supervisor import Worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from zmq.auth.thread import ThreadAuthenticator
+
     from coordinator.config import Config
     from coordinator.groups import Group, Rank
 
@@ -43,9 +45,15 @@ _log = structlog.get_logger()
 class Service:
     """One coordinator. ``start`` it inside a running loop, ``stop`` it in the same."""
 
-    def __init__(self, config: Config, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
-        """Wire the parts together; nothing is opened yet."""
+    def __init__(
+        self,
+        config: Config,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        hire: type[Worker] = Worker,
+    ) -> None:
+        """Wire the parts together; nothing is opened yet. ``hire`` makes the workers."""
         self.config = config
+        self._hire = hire
         self.epoch = secrets.randbits(63) | 1
         self.counters = Counters()
         self._context = context or zmq.Context.instance()
@@ -67,7 +75,7 @@ class Service:
         self.addresses: list[str] = []
         self._private = Path()
         self._workers_address = ""
-        self._authenticator: sockets.ThreadAuthenticator | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Start and end
@@ -97,22 +105,31 @@ class Service:
         self._outcomes.start()
         self._spawn(self.broadcaster.beat(self.membership.groups))
         _log.info(
-            "coordinator.ready", name=self.config.service.name, epoch=f"{self.epoch:x}", control=self.addresses,
-            outcomes=list(self.control.outcomes.values()), backend=self.config.backend.name,
-        )  # fmt: skip
+            "coordinator.ready",
+            name=self.config.service.name,
+            epoch=f"{self.epoch:x}",
+            control=self.addresses,
+            outcomes=list(self.control.outcomes.values()),
+            backend=self.config.backend.name,
+        )
 
     async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
         """Admit no more handoffs; let those in flight end within ``grace_s``, or until ``hurry``."""
         self.rooms.draining = True
         _log.info("coordinator.draining", in_flight=len(self.rooms.active), grace_s=grace_s)
         await self._until(lambda: not self.rooms.active or hurry.is_set(), grace_s)
-        self.rooms.fail_all(set(self.rooms.active.values()), Reason.DRAINING, "the coordinator is shutting down")
+        self.rooms.fail_all(
+            set(self.rooms.active.values()), Reason.DRAINING, "the coordinator is shutting down"
+        )
         release = self.config.release
         bound_s = 2 * release.settle_s + release.drain_s + 1.0
         await self._until(lambda: not self.rooms.unreleased or hurry.is_set(), bound_s)
         groups = self.membership.groups
         await self._until(
-            lambda: hurry.is_set() or all(group.stable == group.log.head or not group.live for group in groups.values()),
+            lambda: (
+                hurry.is_set()
+                or all(group.stable == group.log.head or not group.live for group in groups.values())
+            ),
             FAREWELL_S,
         )
 
@@ -139,11 +156,10 @@ class Service:
 
     def joined(self, rank: Rank) -> None:
         """Give a prefill rank its worker; open the ways between it and the other side."""
-        if rank.group.role is Role.PREFILL:
-            if rank not in self.transfers.crews:
-                worker = Worker(rank, lambda token: self._worker_settings(rank, token), self)
-                self.transfers.enlist(worker)
-                worker.start()
+        if rank.group.role is Role.PREFILL and rank not in self.transfers.crews:
+            worker = self._hire(rank, lambda token: self._worker_settings(rank, token), self)
+            self.transfers.enlist(worker)
+            worker.start()
         for prefill, decode, leg in self._legs_of(rank):
             source, target = prefill.ranks[leg[0]], decode.ranks[leg[1]]
             if source is not None and target is not None and source.alive and target.alive:
@@ -220,7 +236,8 @@ class Service:
 
     async def _until(self, condition: Callable[[], bool], bound_s: float) -> None:
         deadline_s = asyncio.get_running_loop().time() + bound_s
-        while not condition() and asyncio.get_running_loop().time() < deadline_s:
+        # Only while ending: what is waited for has no one event of its own.
+        while not condition() and asyncio.get_running_loop().time() < deadline_s:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:

@@ -64,7 +64,7 @@ def bind(socket: zmq.Socket[bytes], address: str, key: str) -> str:
         raise ConfigError([problem]) from error
     finally:
         os.umask(mask)
-    bound: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)
+    bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT))
     return bound.rstrip(b"\0").decode()
 
 

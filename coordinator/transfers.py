@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from coordinator.machine import Moved, MoveFailed, MoveQuiet, StartMove
+from coordinator.events import Moved, MoveFailed, MoveQuiet, StartMove
 from coordinator.messages import (
     Connected,
     ConnectFailed,
@@ -246,15 +246,11 @@ class Transfers:
             case MoveDone():
                 self._done(report)
             case Progress(moves=moves):
-                for number in moves:
-                    if number in self._stalls:
-                        self._stalls.sign(number)
+                self._progressed(moves)
             case MoveFailedReport():
                 self._failed(report)
             case MoveSettled(move=number):
-                flight = self.flights.get(number)
-                if flight is not None and flight.ended:
-                    self._settle(flight, started=True)
+                self._settled(number)
             case Connected(peer=peer, seconds=seconds):
                 self._connected(self._find(worker, peer), seconds)
             case ConnectFailed(peer=peer, message=message):
@@ -271,6 +267,16 @@ class Transfers:
         self._forget(flight)
         flight.handoff.moved_bytes += report.size_bytes
         flight.handoff.apply(Moved(flight.move))
+
+    def _progressed(self, moves: list[int]) -> None:
+        for number in moves:
+            if number in self._stalls:
+                self._stalls.sign(number)
+
+    def _settled(self, number: int) -> None:
+        flight = self.flights.get(number)
+        if flight is not None and flight.ended:
+            self._settle(flight, started=True)
 
     def _failed(self, report: MoveFailedReport) -> None:
         flight = self.flights.get(report.move)
@@ -366,7 +372,12 @@ class Transfers:
         self._connects.discard(route)
         for number in route.flights:
             self._stalls.sign(number)
-        _log.info("peer.connected", peer=route.rank.name, worker=route.crew.worker.rank.name, seconds=round(seconds, 4))
+        _log.info(
+            "peer.connected",
+            peer=route.rank.name,
+            worker=route.crew.worker.rank.name,
+            seconds=round(seconds, 4),
+        )
 
     def _connect_failed(self, route: Route | None, message: str) -> None:
         if route is None or route.state is not RouteState.CONNECTING:

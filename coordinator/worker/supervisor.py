@@ -123,11 +123,11 @@ class Worker:
     async def _supervise(self) -> None:
         failures = 0
         loop = asyncio.get_running_loop()
-        while self.state is not WorkerState.STOPPED:
+        while not self._stopping.is_set():
             started_s = loop.time()
             cause, hopeless = await self._live()
             self.identity = None
-            stopped = self.state is WorkerState.STOPPED
+            stopped = self._stopping.is_set()
             if not stopped:
                 self.state = WorkerState.DOWN
                 self.trouble = cause
