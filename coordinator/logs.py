@@ -115,6 +115,11 @@ def set_level(level: Level) -> None:
     logging.getLogger().setLevel(_NUMBERS[level])
 
 
+def level() -> Level:
+    """Return the level that is set."""
+    return next(name for name in ("debug", "info", "warning", "error") if _NUMBERS[name] >= _State.threshold)
+
+
 def get_logger(**context: object) -> Logger:
     """Return a logger whose lines all carry ``context``."""
     return Logger(None, _processors, context)

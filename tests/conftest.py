@@ -1,0 +1,101 @@
+"""What every test gets: the event loops, short paths, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import uvloop
+
+from tests.support import leftovers
+from tests.support.processes import Programs
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run each async test on the standard loop and on uvloop, unless it is marked for one of them.
+
+    Virtual time (``@pytest.mark.looptime``) does nothing on uvloop, silently: it gets the standard loop.
+    """
+    standard = {"standard": asyncio.new_event_loop}
+    fast = {"uvloop": uvloop.new_event_loop}
+    if item.get_closest_marker("looptime") or item.get_closest_marker("standard_loop"):
+        return standard
+    if item.get_closest_marker("uvloop"):
+        return fast
+    return standard | fast
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the run when it leaves a process, a pool in shared memory or a socket file behind."""
+    tmp_path_factory.getbasetemp()  # pytest keeps its own directories where they always are
+    mark = secrets.token_hex(8)
+    directory = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    before = leftovers.pools()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(leftovers.MARK, mark)
+        patch.setenv("TMPDIR", str(directory))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    try:
+        _wait_until_empty(lambda: leftovers.processes(mark), "processes")
+        _wait_until_empty(lambda: leftovers.unused(leftovers.pools() - before), "pools in shared memory")
+        _wait_until_empty(lambda: leftovers.sockets(directory), "socket files")
+    finally:
+        for process in leftovers.processes(mark):
+            _kill(process)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_until_empty(look: Callable[[], object], what: str) -> None:
+    """What was told to end a moment ago may take another one."""
+    found: object = None
+
+    def empty() -> bool:
+        nonlocal found
+        found = look()
+        return not found
+
+    try:
+        eventually(empty, timeout_s=5.0)
+    except AssertionError:
+        pytest.fail(f"the tests left {what} behind: {found}", pytrace=False)
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory with a path short enough for socket files; removed afterwards."""
+    directory = Path(tempfile.mkdtemp(prefix="t-"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def ipc_address(short_dir: Path) -> str:
+    """A free ``ipc://`` address."""
+    return f"ipc://{short_dir}/{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    """Start programs with this; none outlives the test."""
+    started = Programs(tmp_path)
+    yield started
+    started.end()
