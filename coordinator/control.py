@@ -184,7 +184,11 @@ class Control:
             if group.heard():
                 self._broadcaster.publish(group)
             if group.ready is not ready:
-                _log.info("group.ready" if group.ready else "group.not_ready", group=group.name, missing=group.missing())
+                _log.info(
+                    "group.ready" if group.ready else "group.not_ready",
+                    group=group.name,
+                    missing=group.missing(),
+                )
             elif not group.ready:
                 self._broadcaster.publish(group)
 

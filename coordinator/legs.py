@@ -6,12 +6,14 @@ chunk from position 0 on; the decode side names them at once, from behind its pr
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.events import Leg, Pairing
 from coordinator.messages import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from coordinator.events import Leg, Pairing
 
 #: How many missing things a sentence names before it only counts the rest.
 NAMED: Final = 8
@@ -111,10 +113,9 @@ class Legs:
         if source is None or target is None:
             return None
         if source.count > target.count or (source.last and source.count < target.count):
-            return (
-                f"prefill rank {leg[0]} sent {source.count} pages{'' if source.last else ' so far'}, decode rank "
-                f"{leg[1]} offered {target.count - target.prefix_pages} behind a prefix of {target.prefix_pages}"
-            )
+            sent = f"{source.count} pages{'' if source.last else ' so far'}"
+            offered = f"{target.count - target.prefix_pages} behind a prefix of {target.prefix_pages}"
+            return f"prefill rank {leg[0]} sent {sent}, decode rank {leg[1]} offered {offered}"
         first = max(self._cursors.get(leg, 0), target.prefix_pages)
         if source.count <= first:
             return None
