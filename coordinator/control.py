@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-import structlog
-
 from coordinator.errors import ProtocolError
 from coordinator.groups import Rank
+from coordinator.logs import get_logger
 from coordinator.messages import (
     VERSION,
     Bye,
@@ -47,7 +46,7 @@ COMPLAINT_PAUSE_S: Final = 10.0
 #: Frames: the sender's routing id and the payload.
 FRAMES: Final = 2
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class Control:

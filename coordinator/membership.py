@@ -15,10 +15,9 @@ import select
 import stat
 from typing import TYPE_CHECKING, Final, Protocol
 
-import structlog
-
 from coordinator.errors import LayoutError
 from coordinator.groups import Group, Rank
+from coordinator.logs import get_logger
 from coordinator.messages import VERSION, Hello, Refused, Role
 from coordinator.reasons import Reason
 from coordinator.rooms import pairing
@@ -33,7 +32,7 @@ CONTEST_HEARTBEATS: Final = 3
 #: Only files of this form are ever mapped on a rank's word.
 POOL_PATH: Final = re.compile(r"^/dev/shm/kv-coordinator-[A-Za-z0-9_.-]{1,200}$")
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class MembershipEvents(Protocol):

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-import structlog
-
 from coordinator.events import MoveQuiet
+from coordinator.logs import get_logger
 from coordinator.messages import Role
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from coordinator.handoff import Handoff
     from coordinator.transfers import Flight, Route, Transfers
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class Releases:

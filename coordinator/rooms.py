@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import structlog
 
 from coordinator.events import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
 from coordinator.handoff import Handoff
 from coordinator.layout import Layout, legs, mismatches
+from coordinator.logs import get_logger
 from coordinator.messages import (
     PAGE_BYTES,
     Cancel,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 #: How many ended rooms are remembered, for their attempt numbers and for sides that never heard.
 REMEMBERED: Final = 16384
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class _Ended(msgspec.Struct):

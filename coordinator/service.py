@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import structlog
 import uvloop
 import zmq
 
@@ -18,6 +17,7 @@ from coordinator import addresses, logs, sockets
 from coordinator.broadcast import Broadcaster
 from coordinator.channel import Channel
 from coordinator.control import Control
+from coordinator.logs import get_logger
 from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: After the last verdict: how long ranks get to acknowledge it before the coordinator ends.
 FAREWELL_S: Final = 1.0
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class Service:
@@ -73,6 +73,7 @@ class Service:
         self.rooms.releases = self.releases
         self.rooms.overflowed = self.membership.lag
         self.addresses: list[str] = []
+        self._bound: list[str] = []
         self._private = Path()
         self._workers_address = ""
         self._authenticator: ThreadAuthenticator | None = None
@@ -95,9 +96,9 @@ class Service:
             self._authenticator = sockets.authenticate(
                 self._context, self.config.security, [self._router, self._xpub]
             )
-        self.addresses = [sockets.bind(self._router, address, "listen.control") for address in listen.control]
+        self.addresses = [self._bind(self._router, address, "listen.control") for address in listen.control]
         for address in listen.outcomes:
-            bound = sockets.bind(self._xpub, address, "listen.outcomes")
+            bound = self._bind(self._xpub, address, "listen.outcomes")
             kind = addresses.transport(bound)
             shown = addresses.advertised(bound, listen.advertise) if kind == "tcp" else bound
             self.control.outcomes.setdefault(kind, shown)
@@ -147,6 +148,10 @@ class Service:
         if self._authenticator is not None:
             self._authenticator.stop()
         shutil.rmtree(self._private, ignore_errors=True)
+        for bound in self._bound:
+            # libzmq removes its socket files too, but not before the process may be gone.
+            if bound.startswith("ipc://"):
+                Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)
         _log.info(
             "coordinator.stopped", opened=self.counters.opened, succeeded=self.counters.succeeded,
             failed=dict(self.counters.failed),
@@ -221,6 +226,11 @@ class Service:
             rank=hello.rank,
             heartbeat_s=self.config.rank.heartbeat_s,
         )
+
+    def _bind(self, socket: zmq.Socket[bytes], address: str, key: str) -> str:
+        bound = sockets.bind(socket, address, key)
+        self._bound.append(bound)
+        return bound
 
     def _send(self, frames: list[bytes]) -> bool:
         return self._control.send(frames)

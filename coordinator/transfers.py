@@ -11,9 +11,8 @@ from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
-import structlog
-
 from coordinator.events import Moved, MoveFailed, MoveQuiet, StartMove
+from coordinator.logs import get_logger
 from coordinator.messages import (
     Connected,
     ConnectFailed,
@@ -50,7 +49,7 @@ _REASONS: Final = {
     "revoked": Reason.TRANSPORT,
 }
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class RouteState(StrEnum):

@@ -14,8 +14,7 @@ import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
-import structlog
-
+from coordinator.logs import get_logger
 from coordinator.messages import MAX_ITEMS, Command, Commands, Stop, encode
 from coordinator.worker.settings import ExitCode, WorkerSettings, encode_settings
 
@@ -33,7 +32,7 @@ STOP_S: Final = 2.0
 #: A worker that ended like this would end like this again.
 _HOPELESS: Final = {ExitCode.SETTINGS, ExitCode.POOL, ExitCode.BACKEND, ExitCode.REFUSED}
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class WorkerState(StrEnum):
