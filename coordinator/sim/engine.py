@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     Pages = NDArray[np.int32]
 
-_NO_PAGES: Pages = np.empty(0, dtype=np.int32)
 #: A digest is reported every so many steps.
 CHECKPOINT_STEPS = 32
 
@@ -70,6 +69,10 @@ class Client(Protocol):
         """Give a room up."""
 
 
+def _no_pages() -> Pages:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(slots=True)
 class Work:
     """What a rank knows of one room.
@@ -78,13 +81,15 @@ class Work:
         request: what was asked for.
         pages: its pages (int32), none before they were taken.
         sent: prefill: how many of them were sent.
+        steps: prefill: how many steps were spent on the chunk that is being computed.
         complete_s: prefill: when the last was sent, on the monotonic clock.
 
     """
 
     request: Request
-    pages: Pages = _NO_PAGES
+    pages: Pages = field(default_factory=_no_pages)
     sent: int = 0
+    steps: int = 0
     complete_s: float | None = None
 
     @property

@@ -29,7 +29,7 @@ class PrefillClient(Client, Protocol):
 
 
 class PrefillEngine(Engine):
-    """Every step computes one chunk of each room that has pages."""
+    """Every step computes a part of a chunk of each room that has pages."""
 
     def __init__(
         self, client: PrefillClient, words: Words, rank: int, sabotage: Sabotage = Sabotage.NONE
@@ -53,9 +53,12 @@ class PrefillEngine(Engine):
 
     def _work(self) -> None:
         for work in list(self._computing.values()):
-            self._compute_chunk(work)
+            work.steps += 1
+            if work.steps >= work.request.chunk_steps:
+                work.steps = 0
+                self._send_chunk(work)
 
-    def _compute_chunk(self, work: Work) -> None:
+    def _send_chunk(self, work: Work) -> None:
         request, pages, first = work.request, work.pages, work.sent
         chunk = pages[first : first + request.chunk_pages]
         self._pattern.fill(chunk, request.room, request.generation, first)

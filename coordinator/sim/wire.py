@@ -22,7 +22,8 @@ class Request(Struct, frozen=True, array_like=True):
         room: the room, 1 or more.
         generation: how often this room was used before; its pages differ each time.
         pages: length of the prompt.
-        chunk_pages: pages that prefill computes, and sends, in one step.
+        chunk_pages: pages that prefill computes, and sends, in one piece.
+        chunk_steps: how many steps a chunk takes.
         prefix_pages: of ``pages``, how many decode has in its cache already.
 
     """
@@ -30,6 +31,7 @@ class Request(Struct, frozen=True, array_like=True):
     room: int
     pages: int
     chunk_pages: int
+    chunk_steps: int = 1
     generation: int = 0
     prefix_pages: int = 0
 

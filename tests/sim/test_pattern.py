@@ -33,7 +33,7 @@ def filled(rank: int = 0) -> Bytes:
 
 
 def wrong(memory: Bytes, rank: int = 0, generation: int = GENERATION) -> list[int]:
-    return pattern(memory, rank).wrong(OURS, ROOM, generation).tolist()
+    return list(map(int, pattern(memory, rank).wrong(OURS, ROOM, generation)))
 
 
 def by_page(memory: Bytes) -> Bytes:

@@ -1,0 +1,211 @@
+"""The process of one simulated rank: ``python -m coordinator.sim.rank``, settings on stdin.
+
+Rank 0 decides the steps, the others follow. It ends when its engine is told to, when something
+fails, or when stdin is closed: then the driver is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from backends.base import BackendError
+from coordinator.client import DecodeRank, Endpoint, KVPool, PrefillRank
+from coordinator.errors import CoordinatorError
+from coordinator.messages import Role
+from coordinator.sim.decode import DecodeEngine
+from coordinator.sim.engine import Sabotage
+from coordinator.sim.errors import LockstepError, SimulationError
+from coordinator.sim.lockstep import HEARTBEAT_S, StepReceiver, StepSender, step_address
+from coordinator.sim.pattern import words_of
+from coordinator.sim.prefill import PrefillEngine
+from coordinator.sim.settings import RankSettings, parse
+from coordinator.sim.wire import Cancel, Finish, Ready, Reports, Step, Submit, decode_command, encode
+
+if TYPE_CHECKING:
+    from coordinator.sim.engine import Engine
+    from coordinator.sim.wire import Command, Report
+
+_LINGER_S: Final = 5.0
+_MAX_COMMANDS: Final = 64
+
+
+class Mailbox:
+    """The rank's connection to the driver."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Connect."""
+        self._settings = settings
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.ROUTING_ID, settings.label.encode())
+        self.socket.set(zmq.SNDTIMEO, round(settings.step_timeout_s * 1000))
+        self.socket.connect(settings.reports)
+
+    def report(self, items: list[Report]) -> None:
+        """Tell the driver.
+
+        Raises:
+            SimulationError: it takes nothing any more.
+
+        """
+        if not items:
+            return
+        reports = Reports(self._settings.group, self._settings.rank, self._settings.incarnation, items)
+        try:
+            self.socket.send(encode(reports))
+        except zmq.Again:
+            message = f"the driver has taken no report for {self._settings.step_timeout_s:g} s"
+            raise SimulationError(message) from None
+
+    def commands(self) -> list[Command]:
+        """Take what the driver has sent, without waiting."""
+        commands: list[Command] = []
+        while len(commands) < _MAX_COMMANDS:
+            try:
+                commands.append(decode_command(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return commands
+
+    def close(self) -> None:
+        """Hand over what is still to be told, within a bound."""
+        self._context.destroy(round(_LINGER_S * 1000))
+
+
+def main() -> int:
+    """Run one rank; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    try:
+        settings = parse(sys.stdin.buffer.readline())
+        with ExitStack() as cleanup:
+            _run(settings, cleanup)
+    except (CoordinatorError, BackendError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def _run(settings: RankSettings, cleanup: ExitStack) -> None:
+    began_s = time.monotonic()
+    mailbox = Mailbox(settings)
+    cleanup.callback(mailbox.close)
+    follower = None
+    if settings.rank:
+        address = step_address(settings.directory, settings.group, settings.rank)
+        follower = cleanup.enter_context(StepReceiver(address, settings.step_timeout_s))
+    pool = cleanup.enter_context(KVPool.allocate(settings.layout, settings.pages, settings.world_size))
+    engine, client = _connect(settings, pool, cleanup)
+    client.wait_ready(settings.ready_timeout_s)
+    mailbox.report([Ready(os.getpid(), pool.path, pool.size_bytes, time.monotonic() - began_s)])
+    if follower is None:
+        addresses = [
+            step_address(settings.directory, settings.group, rank) for rank in range(1, settings.world_size)
+        ]
+        sender = cleanup.enter_context(StepSender(addresses, settings.step_timeout_s))
+        _lead(engine, client, mailbox, sender, settings.step_s)
+    else:
+        _follow(engine, mailbox, follower, settings.step_timeout_s)
+
+
+def _connect(
+    settings: RankSettings, pool: KVPool, cleanup: ExitStack
+) -> tuple[Engine, PrefillRank | DecodeRank]:
+    memory = pool.tensor.numpy().reshape(-1)
+    words = words_of(memory, settings.layout.planes, settings.pages)
+    sabotage = settings.sabotage if settings.rank == settings.sabotage_rank else Sabotage.NONE
+    if settings.role is Role.PREFILL:
+        prefill = PrefillRank.connect(
+            settings.control,
+            group=settings.group,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            pool=pool,
+            backend=settings.backend,
+        )
+        cleanup.callback(prefill.close)
+        return PrefillEngine(prefill, words, settings.rank, sabotage), prefill
+    endpoint = cleanup.enter_context(Endpoint(pool, settings.backend, settings.options))
+    decode = DecodeRank.connect(
+        settings.control,
+        group=settings.group,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        endpoint=endpoint,
+    )
+    cleanup.callback(decode.close)
+    return DecodeEngine(decode, words, settings.rank, sabotage), decode
+
+
+def _lead(
+    engine: Engine,
+    client: PrefillRank | DecodeRank,
+    mailbox: Mailbox,
+    sender: StepSender,
+    step_s: float,
+) -> None:
+    """Make a step whenever there is something to do, until the last one."""
+    poller = zmq.Poller()
+    poller.register(mailbox.socket, zmq.POLLIN)
+    poller.register(client.fileno(), zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    number, stepped_s = 0, time.monotonic()
+    while True:
+        if engine.busy:
+            # A forward pass: nothing is looked at before it is over.
+            time.sleep(max(0.0, stepped_s + step_s - time.monotonic()))
+        timeout_s = 0.0 if engine.busy else max(0.0, stepped_s + HEARTBEAT_S - time.monotonic())
+        ready = dict(poller.poll(round(timeout_s * 1000)))
+        _check_driver(ready)
+        number, stepped_s = number + 1, time.monotonic()
+        step = _make_step(number, client.head, mailbox.commands())
+        sender.send(step)
+        mailbox.report(engine.apply(step))
+        if step.last:
+            return
+
+
+def _make_step(number: int, head: bytes, commands: list[Command]) -> Step:
+    step = Step(number, head)
+    for command in commands:
+        match command:
+            case Submit(requests=requests):
+                step.requests.extend(requests)
+            case Cancel(rooms=rooms, why=why):
+                step.cancels.extend((room, why) for room in rooms)
+            case Finish():
+                return Step(number, head, step.requests, step.cancels, last=True)
+    return step
+
+
+def _follow(engine: Engine, mailbox: Mailbox, receiver: StepReceiver, timeout_s: float) -> None:
+    """Apply rank 0's steps, until the last one."""
+    poller = zmq.Poller()
+    poller.register(receiver.socket, zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll(round(timeout_s * 1000)))
+        _check_driver(ready)
+        if not ready:
+            message = f"no step from rank 0 for {timeout_s:g} s"
+            raise LockstepError(message)
+        step = receiver.receive()
+        mailbox.report(engine.apply(step))
+        if step.last:
+            return
+
+
+def _check_driver(ready: dict[object, int]) -> None:
+    if sys.stdin.fileno() in ready:
+        message = "the driver is gone: stdin was closed"
+        raise SimulationError(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
