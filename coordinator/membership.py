@@ -204,7 +204,8 @@ class Membership:
             return f"protocol version {hello.version} is not spoken here; this coordinator speaks {VERSION}"
         if hello.rank >= hello.world_size:
             return f"rank {hello.rank} does not exist in a group of world size {hello.world_size}"
-        if hello.backend != self._config.backend.name:
+        # A prefill rank whose worker we spawn names none: it has only the memory.
+        if hello.backend != self._config.backend.name and (hello.backend or hello.role is Role.DECODE):
             ours = self._config.backend.name
             return f"backend: this coordinator uses {ours!r}, the rank has {hello.backend!r}"
         try:
