@@ -147,11 +147,7 @@ class Service:
         self._outcomes.close()
         if self._authenticator is not None:
             self._authenticator.stop()
-        shutil.rmtree(self._private, ignore_errors=True)
-        for bound in self._bound:
-            # libzmq removes its socket files too, but not before the process may be gone.
-            if bound.startswith("ipc://"):
-                Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._remove_files()
         _log.info(
             "coordinator.stopped", opened=self.counters.opened, succeeded=self.counters.succeeded,
             failed=dict(self.counters.failed),
@@ -226,6 +222,13 @@ class Service:
             rank=hello.rank,
             heartbeat_s=self.config.rank.heartbeat_s,
         )
+
+    def _remove_files(self) -> None:
+        """Remove our socket files: libzmq does so too, but perhaps not before the process is gone."""
+        shutil.rmtree(self._private, ignore_errors=True)
+        for bound in self._bound:
+            if bound.startswith("ipc://"):
+                Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _bind(self, socket: zmq.Socket[bytes], address: str, key: str) -> str:
         bound = sockets.bind(socket, address, key)
