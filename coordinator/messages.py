@@ -121,7 +121,7 @@ class Send(Struct, frozen=True, array_like=True, tag="send"):
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
-    """Decode's pages of this room are ready; its first ``prefix_pages`` pages it has already."""
+    """Decode's pages of this room, from behind the ``prefix_pages`` pages that it has already."""
 
     room: Room
     after: Count
