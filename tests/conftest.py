@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
+def pytest_configure() -> None:
+    """Have no current event loop: asked for one, asyncio would make one that nobody closes."""
+    asyncio.set_event_loop(None)
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run each async test on the standard loop and on uvloop, unless it is marked for one of them.
 
