@@ -1,0 +1,390 @@
+"""What a rank says to its coordinator, and what it makes of the answers.
+
+Sans-IO: no socket, no clock, no lock. The I/O thread brings what arrived and the time, and sends
+what ``next_message`` returns; a test can do the same with a lossy network and a clock of its own.
+
+Theory of operation
+    A rank says ``Hello`` until ``Welcome`` comes. Then it is joined: it submits items, and gives a
+    sign of life every ``heartbeat_s``. It says ``Hello`` again when
+
+    - events are missing (the answer brings all that it has not acknowledged);
+    - the coordinator does not know it, or a broadcast is of another epoch (a new coordinator);
+    - the connection took nothing more, or nothing was heard for ``away_after_s``.
+
+    In the last two cases it is not joined until the next ``Welcome``; what the engine says
+    meanwhile waits in the outbox, within its bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from coordinator.client.inbox import Head, Inbox
+from coordinator.client.outbox import Outbox
+from coordinator.errors import CoordinatorError, QueueFullError, RefusedError
+from coordinator.messages import MAX_ITEMS, Hello, Refused, Resend, Submit, Welcome, WhoAreYou
+
+if TYPE_CHECKING:
+    from coordinator.client.settings import ClientSettings
+    from coordinator.messages import Broadcast, Event, Item, ToRank
+
+#: A batch of items ends beyond this many bytes, so that no frame holds up the next for long.
+BATCH_BYTES: Final = 1 << 18
+MAX_REFUSALS: Final = 1024
+#: Two ``Hello`` are at least this far apart.
+_HELLO_INTERVAL_S: Final = 0.05
+#: Two rewinds that the coordinator asks for are at least this far apart.
+_REWIND_INTERVAL_S: Final = 0.1
+#: So many unanswered ``Hello`` in a row, and the sockets are made anew.
+_HELLOS_PER_CONNECTION: Final = 5
+_MIN_HEARTBEAT_S: Final = 0.05
+_NEVER: Final = float("inf")
+
+logger = logging.getLogger(__name__)
+
+
+class RankState(StrEnum):
+    """Where a client stands with its coordinator."""
+
+    #: No coordinator has answered yet.
+    CONNECTING = "connecting"
+    #: The coordinator knows this rank; other ranks of the group are still missing.
+    JOINED = "joined"
+    #: All ranks of the group hear the coordinator.
+    READY = "ready"
+    #: The coordinator was there, and is not now. Calls are queued.
+    COORDINATOR_AWAY = "coordinator_away"
+    #: The coordinator does not accept this rank. Calls raise the reason.
+    REFUSED = "refused"
+    #: Closed by the engine, or the I/O thread died. Calls raise the cause.
+    CLOSED = "closed"
+
+
+class Conversation:
+    """One rank's side of the protocol.
+
+    Attributes:
+        inbox, outbox: what was heard and what is to be said.
+        state: see ``RankState``.
+        joined: items may be submitted.
+        fault: why nothing works any more, if so; every call of the engine raises it.
+        news: something changed since the engine drained last: events, the head, a refusal, a fault.
+        drained_through: what the engine gave to ``drain`` last; all that it reached is drained.
+        outcomes: address to subscribe to; empty before the first ``Welcome``.
+        connections: counted up when the sockets must be made anew.
+        refusals: what was not accepted of this rank alone, the newest ``MAX_REFUSALS``.
+
+    """
+
+    def __init__(self, hello: Hello, address: str, settings: ClientSettings, now_s: float) -> None:
+        """Prepare to introduce the rank with ``hello`` to the coordinator at ``address``."""
+        self.name = f"{hello.group}/{hello.rank}"
+        self.inbox = Inbox(settings.undrained_events)
+        self.outbox = Outbox()
+        self.state = RankState.CONNECTING
+        self.fault: CoordinatorError | None = None
+        self.news = False
+        self.drained_through: bytes | None = None
+        self.outcomes = ""
+        self.connections = 0
+        self.refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
+        self._hello = hello
+        self._address = address
+        self._settings = settings
+        self._last_word = ""
+        self.joined = False
+        self._unknown = False
+        self._blocked = False
+        self._listening = False
+        self._acknowledge = False
+        self._heartbeat_s = 1.0
+        self._hello_at_s = now_s
+        self._said_hello_at_s = -_NEVER
+        self._unanswered = 0
+        self._submit_at_s = now_s
+        self._heard_at_s = now_s
+        self._confirmed_at_s = now_s
+        self._rewound_at_s = -_NEVER
+
+    # --- the engine's side -------------------------------------------------------------------
+
+    def say(self, turn: int, item: Item, size_bytes: int) -> None:
+        """Queue an item, whose ``after`` is a number of the epoch ``turn``.
+
+        Raises:
+            QueueFullError: the coordinator has not confirmed what fills the queue.
+            CoordinatorError: the fault, if there is one.
+
+        """
+        self.check()
+        outbox, settings = self.outbox, self._settings
+        if len(outbox) >= settings.queue_items or outbox.size_bytes + size_bytes > settings.queue_bytes:
+            message = (
+                f"{self.name}: {len(outbox)} calls with {outbox.size_bytes} bytes wait for the "
+                f"coordinator at {self._address} (bounds: {settings.queue_items} calls, "
+                f"{settings.queue_bytes} bytes); {self.explain()}"
+            )
+            raise QueueFullError(message)
+        outbox.put(turn, item, size_bytes)
+
+    def drain(self, through: Head | None) -> list[Event]:
+        """Hand over the events up to ``through``, or all; the inbox must reach it.
+
+        Raises:
+            CoordinatorError: the fault, if there is one and no event is left.
+
+        """
+        self.news = self.fault is not None
+        events = self.inbox.drain() if through is None else self.inbox.drain_through(through)
+        self.drained_through = None if through is None else through.pack()
+        if not events:
+            self.check()
+        return events
+
+    def check(self) -> None:
+        """Raise the fault, if there is one."""
+        if self.fault is not None:
+            # A fresh one each time: one object would gather the tracebacks of all its raisers.
+            raise type(self.fault)(*self.fault.args) from self.fault.__cause__
+
+    def explain(self) -> str:
+        """Say in a sentence what this rank is waiting for."""
+        said = f"; it said: {self._last_word}" if self._last_word else ""
+        match self.state:
+            case RankState.CONNECTING:
+                return f"no coordinator at {self._address} has accepted this rank yet{said}"
+            case RankState.JOINED:
+                return f"the coordinator at {self._address} still waits for other ranks of the group{said}"
+            case RankState.READY:
+                return "all ranks of the group are there"
+            case RankState.COORDINATOR_AWAY:
+                return f"the coordinator at {self._address} is away; its return is awaited{said}"
+            case RankState.REFUSED | RankState.CLOSED:
+                return str(self.fault)
+
+    def behind(self, head: Head, wait_s: float) -> str:
+        """Say that this rank does not reach ``head`` although it waited."""
+        return (
+            f"{self.name} was asked to drain through event {head.number} of epoch {head.epoch:#x}, but "
+            f"after {wait_s} s it has only up to event {self.inbox.have} of epoch {self.inbox.epoch:#x}; "
+            f"{self.explain()}"
+        )
+
+    def fail(self, state: RankState, fault: CoordinatorError) -> None:
+        """End the conversation; the first fault stays."""
+        if self.fault is None:
+            self.fault = fault
+            self.state = state
+            self.news = True
+
+    # --- the network's side ------------------------------------------------------------------
+
+    def next_message(self, now_s: float) -> Hello | Submit | None:
+        """Return what is to be sent now; None when there is nothing (more)."""
+        if self._blocked or self.fault is not None:
+            return None
+        if now_s >= self._hello_at_s:
+            return self._introduce(now_s)
+        if self.joined and (self.outbox.unsent or self._acknowledge or now_s >= self._submit_at_s):
+            return self._submit(now_s)
+        return None
+
+    def blocked(self, now_s: float) -> None:
+        """The connection did not take the last message: it is down, or its queue is full."""
+        self._blocked = True
+        # What was said may be lost with the connection: no answer to it is awaited.
+        self._unanswered = 0
+        self._leave(now_s)
+        if self.inbox.epoch:
+            self._become(RankState.COORDINATOR_AWAY)
+
+    def unblocked(self) -> None:
+        """The connection takes messages again."""
+        self._blocked = False
+
+    def tick(self, now_s: float) -> None:
+        """Judge what did not happen in time."""
+        if not self.joined:
+            if self._unanswered >= _HELLOS_PER_CONNECTION and now_s >= self._hello_at_s:
+                self._unanswered = 0
+                self.connections += 1
+            return
+        if now_s - self._heard_at_s > self._settings.away_after_s:
+            self.connections += 1
+            self._listening = False
+            self._leave(now_s)
+            self._become(RankState.COORDINATOR_AWAY)
+        elif (
+            self.outbox.sent > self.outbox.confirmed
+            and now_s - self._confirmed_at_s > self._settings.resend_after_s
+        ):
+            self._rewind(now_s)
+
+    def due_s(self) -> float:
+        """When ``tick`` or ``next_message`` will have something to do, if nothing arrives."""
+        due_s = _NEVER if self._blocked else self._hello_at_s
+        if self.joined:
+            due_s = min(due_s, self._heard_at_s + self._settings.away_after_s)
+            if self.outbox.sent > self.outbox.confirmed:
+                due_s = min(due_s, self._confirmed_at_s + self._settings.resend_after_s)
+            if not self._blocked:
+                due_s = min(due_s, 0.0 if self.outbox.unsent or self._acknowledge else self._submit_at_s)
+        return due_s
+
+    def hear(self, message: ToRank, now_s: float) -> None:
+        """Take a message from the control connection."""
+        if self.fault is not None:
+            return
+        self._heard_at_s = now_s
+        match message:
+            case Welcome():
+                self._join(message, now_s)
+            case Refused():
+                self._refused(message)
+            case WhoAreYou():
+                self._unknown = True
+                self._leave(now_s)
+                self._become(RankState.CONNECTING)
+            case Resend():
+                self._confirm(message.received, now_s)
+                # Everything that was under way behind a gap is answered so; one rewind is enough.
+                if now_s - self._rewound_at_s > _REWIND_INTERVAL_S:
+                    self._rewind(now_s)
+
+    def hear_broadcast(self, broadcast: Broadcast, now_s: float) -> None:
+        """Take a broadcast to this rank's group."""
+        if self.fault is not None or self.inbox.is_past(broadcast.epoch):
+            return
+        self._heard_at_s = now_s
+        if broadcast.epoch != self.inbox.epoch:
+            # A new coordinator, which cannot know us.
+            self._leave(now_s)
+            return
+        if not self._listening:
+            self._listening = self._acknowledge = True
+        if self._hello.rank < len(broadcast.received):
+            self._confirm(broadcast.received[self._hello.rank], now_s)
+        self._take(broadcast.first, broadcast.events, broadcast.stable, now_s, ready=broadcast.ready)
+        if self.joined:
+            self._become(RankState.READY if broadcast.ready else RankState.JOINED)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _introduce(self, now_s: float) -> Hello:
+        self._said_hello_at_s = now_s
+        self._hello_at_s = now_s + self._settings.hello_retry_s
+        self._unanswered += 1
+        return msgspec.structs.replace(self._hello, epoch=self.inbox.epoch, acknowledged=self.inbox.have)
+
+    def _submit(self, now_s: float) -> Submit:
+        inbox, outbox = self.inbox, self.outbox
+        if outbox.sent == outbox.confirmed:
+            self._confirmed_at_s = now_s
+        first = outbox.sent + 1
+        items = [
+            # A number of an earlier epoch means nothing now: the engine has drained nothing of this one.
+            entry.item if entry.turn == inbox.turn else msgspec.structs.replace(entry.item, after=inbox.base)
+            for entry in outbox.take(MAX_ITEMS, BATCH_BYTES)
+        ]
+        self._acknowledge = False
+        self._submit_at_s = now_s + self._heartbeat_s
+        return Submit(inbox.epoch, first, inbox.have, inbox.applied, self._listening, items)
+
+    def _join(self, welcome: Welcome, now_s: float) -> None:
+        inbox, outbox = self.inbox, self.outbox
+        if inbox.is_past(welcome.epoch):
+            return  # It was under way when its coordinator was replaced.
+        if welcome.epoch != inbox.epoch:
+            logger.info("%s joins the coordinator at %s", self.name, self._address)
+            inbox.enter(welcome.epoch, welcome.first)
+            outbox.rebase(welcome.received)
+            self._listening = False
+        elif welcome.first > inbox.have + 1:
+            self._missed(welcome)
+            return
+        elif self._unknown and welcome.received < outbox.confirmed:
+            outbox.rebase(welcome.received)
+        else:
+            outbox.confirm(welcome.received)
+            outbox.rewind()
+        self.joined, self._unknown, self._acknowledge = True, False, True
+        self._unanswered = 0
+        self._hello_at_s = _NEVER
+        self._confirmed_at_s = now_s
+        self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
+        self.outcomes = welcome.outcomes
+        if self.state is not RankState.READY:
+            self._become(RankState.JOINED)
+        self._take(welcome.first, welcome.events, welcome.stable, now_s)
+
+    def _missed(self, welcome: Welcome) -> None:
+        message = (
+            f"{self.name} was away for so long that the coordinator at {self._address} does not have "
+            f"the events {self.inbox.have + 1} to {welcome.first - 1} any more, which the other ranks "
+            f"of the group have applied: restart this engine"
+        )
+        self.fail(RankState.REFUSED, RefusedError(message))
+
+    def _refused(self, refused: Refused) -> None:
+        self._unanswered = 0
+        logger.warning("%s was refused (%s): %s", self.name, refused.code, refused.message)
+        if refused.fatal:
+            message = f"the coordinator at {self._address} refuses {self.name}: {refused.message}"
+            self.fail(RankState.REFUSED, RefusedError(message))
+        elif refused.room:
+            self.refusals.append(refused)
+            self.news = True
+        else:
+            self._last_word = refused.message
+
+    def _take(
+        self, first: int, events: list[Event], stable: int, now_s: float, *, ready: bool = False
+    ) -> None:
+        inbox = self.inbox
+        had, token = inbox.have, inbox.token
+        if ready:
+            inbox.group_ready()
+        complete = inbox.take(first, events, stable)
+        if inbox.have != had:
+            self._acknowledge = self.news = True
+        if inbox.token != token:
+            self.news = True
+        # A full inbox takes no more: the coordinator keeps the rest until the engine has drained.
+        if not complete and not inbox.full:
+            self._ask(now_s)
+
+    def _ask(self, now_s: float) -> None:
+        """Say ``Hello`` again, soon but not at once after the last; not while its answer is awaited."""
+        if not self._unanswered:
+            self._hello_at_s = max(now_s, self._said_hello_at_s + _HELLO_INTERVAL_S)
+
+    def _leave(self, now_s: float) -> None:
+        self.joined = False
+        self._ask(now_s)
+
+    def _confirm(self, received: int, now_s: float) -> None:
+        if self.outbox.confirm(received):
+            self._confirmed_at_s = now_s
+
+    def _rewind(self, now_s: float) -> None:
+        self.outbox.rewind()
+        self._confirmed_at_s = self._rewound_at_s = now_s
+
+    def _become(self, state: RankState) -> None:
+        if state is self.state:
+            return
+        logger.log(
+            logging.WARNING if state is RankState.COORDINATOR_AWAY else logging.INFO,
+            "%s is %s (before: %s)",
+            self.name,
+            state,
+            self.state,
+        )
+        self.state = state
+        if state is RankState.READY:
+            self._last_word = ""

@@ -1,0 +1,372 @@
+"""What an engine sees: one client object per rank and coordinator."""
+
+from __future__ import annotations
+
+import operator
+import os
+import secrets
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self, SupportsIndex
+
+from coordinator.client.conversation import Conversation, RankState
+from coordinator.client.iothread import IoThread
+from coordinator.client.pages import pack
+from coordinator.client.settings import DEFAULTS
+from coordinator.errors import NotReadyError, PoolError, ProtocolError
+from coordinator.messages import (
+    MAX_AUX_BYTES,
+    MAX_FRAME_BYTES,
+    VERSION,
+    Cancel,
+    Extend,
+    Hello,
+    Offer,
+    Open,
+    Pool,
+    Process,
+    Role,
+    Send,
+    decode_from_peer,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.client.endpoint import Endpoint
+    from coordinator.client.pages import Pages
+    from coordinator.client.pool import KVPool
+    from coordinator.client.settings import ClientSettings
+    from coordinator.messages import Event, Item, Refused
+
+_MAX_ROOM: Final = 2**64 - 1
+_MAX_PREFIX_PAGES: Final = 2**31
+_MAX_WHY: Final = 4096
+#: What an item takes beside its pages and its aux; more than enough.
+_ITEM_BYTES: Final = 64
+_MAX_ITEM_BYTES: Final = MAX_FRAME_BYTES - 4096
+_NOTHING: Final[tuple[Event, ...]] = ()
+
+
+class Rank:
+    """What ``PrefillRank`` and ``DecodeRank`` have in common. It is a context manager.
+
+    Calls may come from any thread and return at once, except where they are said to wait. Once the
+    coordinator has refused this rank, or the client was closed or broke, every call raises the
+    cause (``RefusedError``, ``ClosedError``).
+
+    """
+
+    def __init__(self, address: str, hello: Hello, settings: ClientSettings) -> None:
+        """Begin to talk to the coordinator; use ``connect``."""
+        _check(hello)
+        self._settings = settings
+        self._pool_pages = hello.pool.pages
+        self._conversation = Conversation(hello, address, settings, time.monotonic())
+        self._inbox = self._conversation.inbox
+        self._io = IoThread(self._conversation, address, hello.group)
+        self._close = weakref.finalize(self, self._io.close)
+
+    # --- what came ---------------------------------------------------------------------------
+
+    def drain(self, through: bytes | None = None) -> Sequence[Event]:
+        """Return the events that are new: outcomes and releases, in order, each exactly once.
+
+        Args:
+            through: a head token, rank 0's as a rule: exactly the events up to it, so that all
+                ranks of a group apply the same in the same step. None: all that has arrived.
+
+        Costs no system call, and less than half a microsecond, when nothing came. Waits only for
+        a token that is ahead of this rank, as it can be while it joins a group that is running.
+
+        Raises:
+            NotReadyError: this rank is still behind the token after ``lockstep_wait_s``.
+            ProtocolError: ``through`` is no head token.
+
+        """
+        conversation = self._conversation
+        if not conversation.news and through == conversation.drained_through:
+            return _NOTHING
+        return self._io.drain(through, self._settings.lockstep_wait_s)
+
+    @property
+    def head(self) -> bytes:
+        """The token of the last event that every live rank of the group has; 17 bytes."""
+        return self._inbox.token
+
+    @property
+    def state(self) -> RankState:
+        """Where this client stands with its coordinator."""
+        return self._conversation.state
+
+    def refusals(self) -> list[Refused]:
+        """Return what the coordinator did not accept of this rank's calls since the last time.
+
+        Other ranks do not hear of these. The newest 1,024 are kept; all are logged.
+        """
+        return self._io.take_refusals()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until ``drain`` may return something new; False when nothing came in time."""
+        conversation = self._conversation
+        return self._io.wait_for(lambda: conversation.news, timeout_s)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while ``drain`` may return something new."""
+        return self._io.fileno()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Block until all ranks of the group hear the coordinator.
+
+        Raises:
+            NotReadyError: they do not in time; the text names what is missing.
+
+        """
+        conversation = self._conversation
+        self._io.wait_for(
+            lambda: conversation.state is RankState.READY or conversation.fault is not None, timeout_s
+        )
+        conversation.check()
+        if conversation.state is not RankState.READY:
+            message = f"{conversation.name} is not ready after {timeout_s} s: {conversation.explain()}"
+            raise NotReadyError(message)
+
+    def close(self) -> None:
+        """Leave: send what can be sent at once, say goodbye. Takes at most 2 s; twice is fine."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what is said ------------------------------------------------------------------------
+
+    def cancel(self, room: SupportsIndex, why: str = "") -> None:
+        """Give the room up: its handoff fails on all ranks of both sides, with ``why``.
+
+        Args:
+            room: the request's id.
+            why: a sentence for people; beyond 4,096 characters it is cut.
+
+        Raises:
+            QueueFullError: too many calls wait for a coordinator that is away.
+            ProtocolError: no such room can be.
+
+        """
+        turn, after = self._inbox.drained
+        self._io.say(turn, Cancel(_room(room), after, why[:_MAX_WHY]), _ITEM_BYTES + 4 * len(why))
+
+    def _say_pages(self, turn: int, item: Item, size_bytes: int) -> None:
+        if size_bytes > _MAX_ITEM_BYTES:
+            message = (
+                f"{size_bytes} bytes of pages and aux in one call, at most {_MAX_ITEM_BYTES} are accepted"
+            )
+            raise PoolError(message)
+        self._io.say(turn, item, size_bytes + _ITEM_BYTES)
+
+
+class PrefillRank(Rank):
+    """A rank of a prefill engine: it announces rooms and sends their pages."""
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        group: str,
+        rank: int,
+        world_size: int,
+        pool: KVPool,
+        settings: ClientSettings = DEFAULTS,
+    ) -> Self:
+        """Join ``group`` at the coordinator; returns at once, see ``wait_ready``.
+
+        Args:
+            address: the coordinator's control address, ``ipc://...`` or ``tcp://host:port``.
+            group: the engine's name, the same on all its ranks.
+            rank: this rank's number, from 0.
+            world_size: how many ranks the engine has.
+            pool: the pages that are sent; it must outlive this object.
+            settings: bounds.
+
+        Raises:
+            ConfigError: the address cannot be used.
+            PoolError: the pool does not fit, or is closed.
+            ProtocolError: a name or a number is not acceptable.
+
+        """
+        return cls(address, _hello(Role.PREFILL, group, rank, world_size, pool), settings)
+
+    def open(self, room: SupportsIndex) -> None:
+        """Announce that this engine has queued the room, so that its offer does not expire.
+
+        Raises:
+            QueueFullError: too many calls wait for a coordinator that is away.
+            ProtocolError: no such room can be.
+
+        """
+        turn, after = self._inbox.drained
+        self._io.say(turn, Open(_room(room), after), _ITEM_BYTES)
+
+    def send(self, room: SupportsIndex, pages: Pages, *, last: bool = False, aux: bytes = b"") -> None:
+        """Hand over the room's next pages. They must not change until the room is released.
+
+        Args:
+            room: the request's id.
+            pages: page numbers, in the order of the offered ones; may be empty.
+            last: prefill is complete on this rank.
+            aux: side data that rank 0's last call brings to all decode ranks; at most 1 MiB.
+
+        Raises:
+            PoolError: the pages are no list of pages of the pool.
+            QueueFullError: too many calls wait for a coordinator that is away.
+            ProtocolError: no such room can be, or ``aux`` is too large or no bytes.
+
+        """
+        turn, after = self._inbox.drained
+        packed = pack(pages, self._pool_pages)
+        side = _aux(aux) if aux else b""
+        item = Send(_room(room), after, packed, bool(last), side)
+        self._say_pages(turn, item, len(packed) + len(side))
+
+
+class DecodeRank(Rank):
+    """A rank of a decode engine, towards one prefill node: it offers pages to write into."""
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        group: str,
+        rank: int,
+        world_size: int,
+        endpoint: Endpoint,
+        settings: ClientSettings = DEFAULTS,
+    ) -> Self:
+        """Join ``group`` at the coordinator of one prefill node; returns at once, see ``wait_ready``.
+
+        Args:
+            address: the coordinator's control address, ``ipc://...`` or ``tcp://host:port``.
+            group: the engine's name, the same on all its ranks.
+            rank: this rank's number, from 0.
+            world_size: how many ranks the engine has.
+            endpoint: the registered pages; it must outlive this object.
+            settings: bounds.
+
+        Raises:
+            ConfigError: the address cannot be used.
+            PoolError: the pool does not fit, or is closed.
+            ProtocolError: a name or a number is not acceptable.
+
+        """
+        hello = _hello(Role.DECODE, group, rank, world_size, endpoint.pool, endpoint)
+        return cls(address, hello, settings)
+
+    def offer(self, room: SupportsIndex, pages: Pages, prefix_pages: int = 0) -> None:
+        """Tell that these pages are ready for the room. They must not be read before its outcome.
+
+        Args:
+            room: the request's id.
+            pages: page numbers, in the order of the prompt, from behind the prefix on.
+            prefix_pages: how many pages of the prompt, from the first, decode has already; what
+                prefill sends for these is not transferred. Empty ``pages`` with all of the prompt
+                in the prefix succeed without any transfer.
+
+        Raises:
+            PoolError: the pages are no list of pages of the pool, or name one twice.
+            QueueFullError: too many calls wait for a coordinator that is away.
+            ProtocolError: no such room can be.
+
+        """
+        turn, after = self._inbox.drained
+        packed = pack(pages, self._pool_pages, distinct=True)
+        if not 0 <= prefix_pages < _MAX_PREFIX_PAGES:
+            message = f"prefix_pages is {prefix_pages}, must be from 0 to 2**31 - 1"
+            raise PoolError(message)
+        item = Offer(_room(room), after, packed, operator.index(prefix_pages))
+        self._say_pages(turn, item, len(packed))
+
+    def extend(self, room: SupportsIndex) -> None:
+        """Tell that the room is still queued here: its deadline moves, up to the hard cap.
+
+        Raises:
+            QueueFullError: too many calls wait for a coordinator that is away.
+            ProtocolError: no such room can be.
+
+        """
+        turn, after = self._inbox.drained
+        self._io.say(turn, Extend(_room(room), after), _ITEM_BYTES)
+
+
+def _room(room: SupportsIndex) -> int:
+    try:
+        number = operator.index(room)
+    except TypeError as error:
+        message = f"room is {room!r}, must be an integer"
+        raise ProtocolError(message) from error
+    if not 0 < number <= _MAX_ROOM:
+        message = f"room is {number}, must be from 1 to 2**64 - 1; 0 means no room"
+        raise ProtocolError(message)
+    return number
+
+
+def _aux(aux: object) -> bytes:
+    if not isinstance(aux, bytes | bytearray | memoryview):
+        message = f"aux is of type {type(aux).__name__}, must be bytes"
+        raise ProtocolError(message)
+    if memoryview(aux).nbytes > MAX_AUX_BYTES:
+        message = f"aux has {memoryview(aux).nbytes} bytes, at most {MAX_AUX_BYTES} are carried"
+        raise ProtocolError(message)
+    return bytes(aux)
+
+
+def _hello(
+    role: Role, group: str, rank: int, world_size: int, pool: KVPool, endpoint: Endpoint | None = None
+) -> Hello:
+    if world_size != pool.world_size:
+        message = (
+            f"world_size is {world_size}, but the pool was allocated for world_size {pool.world_size}: "
+            f"its pages have another size; give KVPool.allocate the world_size of the group"
+        )
+        raise PoolError(message)
+    return Hello(
+        version=VERSION,
+        role=role,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        instance=secrets.randbits(63) | 1,
+        process=_this_process(),
+        backend="" if endpoint is None else endpoint.name,
+        layout=pool.layout,
+        pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
+        endpoint=b"" if endpoint is None else endpoint.address,
+    )
+
+
+def _this_process() -> Process:
+    """Describe this process; where the kernel does not tell, heartbeats alone judge it."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return Process(os.getpid(), "", 0)
+    return Process(os.getpid(), boot_id, namespace)
+
+
+def _check(hello: Hello) -> None:
+    """Refuse here what the coordinator would refuse as malformed."""
+    if not 0 <= hello.rank < hello.world_size:
+        message = f"rank is {hello.rank}, must be from 0 to world_size - 1, which is {hello.world_size - 1}"
+        raise ProtocolError(message)
+    try:
+        frame = encode(hello)
+    except (TypeError, OverflowError) as error:
+        message = f"{hello.group!r}/{hello.rank!r} cannot be introduced: {error}"
+        raise ProtocolError(message) from error
+    decode_from_peer(frame)
