@@ -155,10 +155,12 @@ class LoopbackLink(Link):
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""
+        self._check_open()
         check_parts(parts, [memory.size for memory in self._local], self._remote_bytes)
         fault = self._fault_of_write()
         with self._lock:
-            if self.fenced or not self.peer_alive():
+            self._check_open()
+            if not self.peer_alive():
                 raise self._gone()
             if len(self._moving) >= LoopbackBackend.capabilities.max_outstanding_per_peer:
                 message = f"{len(self._moving)} transfers to {self.peer} are outstanding already"
@@ -212,6 +214,11 @@ class LoopbackLink(Link):
             destination[to_run] = source[from_run]
         else:
             destination[part.destination_blocks[blocks]] = source[part.source_blocks[blocks]]
+
+    def _check_open(self) -> None:
+        """Refuse a call after the fence."""
+        if self.fenced:
+            raise self._gone()
 
     def _fault_of_write(self) -> Fault | None:
         """Count a write; let a fault happen that strikes before anything is posted."""
