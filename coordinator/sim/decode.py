@@ -41,7 +41,7 @@ class DecodeEngine(Engine):
         request, pages = work.request, work.pages
         # The prefix stands for what decode's cache holds from earlier prompts.
         self._pattern.fill(pages[: request.prefix_pages], request.room, request.generation)
-        self._decode.offer(request.room, pages, request.prefix_pages)
+        self._decode.offer(request.room, pages[request.prefix_pages :], request.prefix_pages)
         self._reports.append(Started(request.room, request.generation))
 
     def _work(self) -> None:
