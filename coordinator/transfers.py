@@ -209,6 +209,11 @@ class Transfers:
         if crew is None or target is None or not target.alive:
             self._refuse(handoff, move, Reason.INTERNAL, "a rank of the leg has no worker or is gone")
             return
+        if crew.worker.hopeless:
+            self._refuse(
+                handoff, move, Reason.INTERNAL, f"the {crew.worker.name} cannot run: {crew.worker.trouble}"
+            )
+            return
         route = self._route(crew, target)
         if route.state is RouteState.DOWN and crew.worker.identity is not None:
             # In the pause before the next attempt to connect: fail fast, it may go elsewhere.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import sys
 from enum import StrEnum
@@ -60,6 +59,7 @@ class Worker:
         identity: its routing id on the control socket, while it is up.
         lives: how many processes it has had.
         trouble: why it is not up, when that is known.
+        hopeless: it will not come up again.
 
     """
 
@@ -71,6 +71,7 @@ class Worker:
         self.identity: bytes | None = None
         self.lives = 0
         self.trouble = ""
+        self.hopeless = False
         self.lands_after_settled = True
         self._settings = settings
         self._events = events
@@ -86,12 +87,14 @@ class Worker:
     def start(self) -> None:
         """Run it until ``stop``."""
         self._task = asyncio.get_running_loop().create_task(self._supervise())
+        self._task.add_done_callback(self._ended)
 
     def up(self, identity: bytes, *, lands_after_settled: bool) -> None:
         """Note that the present life has introduced itself."""
         self.identity = identity
         self.state = WorkerState.UP
         self.trouble = ""
+        self.hopeless = False
         self.lands_after_settled = lands_after_settled
         _log.info("worker.up", rank=self.rank.name, life=self.lives)
 
@@ -124,23 +127,38 @@ class Worker:
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             started_s = loop.time()
-            cause, hopeless = await self._live()
-            self.identity = None
+            cause, self.hopeless = await self._live()
             stopped = self._stopping.is_set()
             if not stopped:
                 self.state = WorkerState.DOWN
                 self.trouble = cause
                 _log.error(
-                    "worker.died", rank=self.rank.name, life=self.lives, cause=cause, restarts=not hopeless
+                    "worker.died",
+                    rank=self.rank.name,
+                    life=self.lives,
+                    cause=cause,
+                    restarts=not self.hopeless,
                 )
             self._events.worker_down(self, cause)
-            if stopped or hopeless:
+            self.identity = None
+            if stopped or self.hopeless:
                 return
             failures = 0 if loop.time() - started_s > LONG_LIFE_S else failures + 1
             pause_s = RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """See that an end of the supervision by a bug is neither silent nor waited for."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.hopeless = True
+            self.state = WorkerState.DOWN
+            self.trouble = f"its supervision failed: {error}"
+            _log.error("worker.unsupervised", rank=self.rank.name, exc_info=error)
+            self.kill(self.trouble)
+            self._events.worker_down(self, self.trouble)
 
     async def _live(self) -> tuple[str, bool]:
         """Run one life to its end; say why it ended and whether another one is pointless."""
@@ -153,7 +171,6 @@ class Worker:
                 "-m",
                 "coordinator.worker",
                 stdin=asyncio.subprocess.PIPE,
-                env=os.environ,
             )
             stdin = self._process.stdin
             assert stdin is not None  # noqa: S101 - asked for above
