@@ -1,0 +1,109 @@
+"""The process of one rank in a bench: ``python -m``, settings on stdin.
+
+It joins the coordinator and then runs ``engine(rank, driver)`` of the bench's module: what the rank
+does there, told by and telling the driver over ``driver``. It ends when that returns, or when the
+driver is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from contextlib import ExitStack
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Final
+
+import msgspec
+
+from coordinator.client import ClientSettings, DecodeRank, Endpoint, Layout, PrefillRank
+from coordinator.messages import Role
+from scripts.benches.support.pool import lean_pool
+
+READY_S: Final = 60.0
+
+
+class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank, as one line of JSON.
+
+    Attributes:
+        bench: the module whose ``engine`` is run.
+        role: prefill or decode.
+        group: name of its engine.
+        rank: its number.
+        world_size: ranks in its engine.
+        control: address of the coordinator.
+        driver: path of the driver's socket.
+        backend: name of the transfer backend.
+        layout: of its pool.
+        pages: in its pool.
+
+    """
+
+    bench: str
+    role: Role
+    group: str
+    rank: int
+    world_size: int
+    control: str
+    driver: str
+    backend: str
+    layout: Layout
+    pages: int
+
+
+def main() -> None:
+    """Run one rank."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSettings)
+    engine = import_module(settings.bench).engine
+    with ExitStack() as cleanup:
+        driver = cleanup.enter_context(_connect_driver(settings.driver))
+        driver.send((settings.group, settings.rank))
+        rank = _join(settings, cleanup)
+        rank.wait_ready(READY_S)
+        driver.send("ready")
+        try:
+            engine(rank, driver)
+        except (EOFError, BrokenPipeError):
+            # The driver has what it wants, or is gone.
+            return
+
+
+def _connect_driver(path: str) -> Connection:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        return Connection(connection.detach())
+
+
+def _join(settings: RankSettings, cleanup: ExitStack) -> PrefillRank | DecodeRank:
+    pool = cleanup.enter_context(lean_pool(settings.layout, settings.pages, settings.world_size))
+    # A bench may start many processes at a time on few cores: a slow answer is no absence.
+    bounds = ClientSettings(away_after_s=30.0, hello_retry_s=5.0, resend_after_s=30.0)
+    if settings.role is Role.PREFILL:
+        return cleanup.enter_context(
+            PrefillRank.connect(
+                settings.control,
+                group=settings.group,
+                rank=settings.rank,
+                world_size=settings.world_size,
+                pool=pool,
+                settings=bounds,
+            )
+        )
+    endpoint = cleanup.enter_context(Endpoint(pool, settings.backend))
+    return cleanup.enter_context(
+        DecodeRank.connect(
+            settings.control,
+            group=settings.group,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            endpoint=endpoint,
+            settings=bounds,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Rooms that wait: prefill is complete, and nothing else ever comes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from coordinator.client import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from coordinator.client import PrefillRank
+    from coordinator.messages import Event
+
+#: Pages that each room names: a prompt of 1,024 tokens in pages of 16.
+PAGES: Final = 64
+#: Rooms that are said at once, before the coordinator must have them; the client's queue is bounded.
+_BATCH: Final = 10_000
+_BARRIER_S: Final = 60.0
+#: Rooms beyond this are for barriers.
+_BARRIER_ROOM: Final = 1 << 62
+
+_barriers = 0
+
+
+def complete(rank: PrefillRank, rooms: Iterable[int]) -> None:
+    """Say that prefill is complete for these rooms; return when the coordinator knows."""
+    pages = np.arange(PAGES, dtype=np.int32)
+    said = 0
+    for room in rooms:
+        rank.send(room, pages, last=True)
+        said += 1
+        if said % _BATCH == 0:
+            barrier(rank)
+    barrier(rank)
+
+
+def barrier(rank: PrefillRank) -> list[Event]:
+    """Wait until the coordinator has taken everything that this rank has said before.
+
+    A room that is opened and given up at once is answered, behind everything else.
+
+    Returns:
+        events of other rooms that have come meanwhile.
+
+    Raises:
+        TimeoutError: no answer came.
+
+    """
+    global _barriers  # noqa: PLW0603 - a room is used once in a process
+    _barriers += 1
+    room = _BARRIER_ROOM + (hash_of(rank) << 32) + _barriers
+    rank.open(room)
+    rank.cancel(room, "a barrier")
+    others: list[Event] = []
+    deadline_s = time.monotonic() + _BARRIER_S
+    while time.monotonic() < deadline_s:
+        rank.wait(0.1)
+        events = rank.drain()
+        others += [event for event in events if event.room < _BARRIER_ROOM]
+        if any(isinstance(event, Outcome) and event.room == room for event in events):
+            return others
+    message = f"the coordinator has not answered within {_BARRIER_S:g} s"
+    raise TimeoutError(message)
