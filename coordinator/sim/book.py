@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coordinator.sim.errors import SimulationError
-from coordinator.sim.wire import Checkpoint, Completed, Ended, Freed, LastState, Started
+from coordinator.sim.wire import Checkpoint, Completed, Ended, Freed, LastState, Refusal, Started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from coordinator.sim.wire import Report, Reports, Request
 
-#: Disagreements that are kept word by word; further ones are counted only.
-MAX_DISAGREEMENTS = 100
+#: Sentences of one kind that are kept.
+MAX_NOTES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,23 @@ class Handoff:
 
 
 class Book:
-    """All handoffs of a run, and whether all ranks say the same."""
+    """All handoffs of a run, and whether all ranks say the same.
+
+    Attributes:
+        settled: in the order in which they were.
+        open: by room, in the order in which they were begun.
+        disagreements: a sentence for each thing on which ranks differ.
+        refusals: a sentence for each thing that the coordinator did not accept from a rank.
+        finals: what every rank was left with, by number.
+
+    """
 
     def __init__(self) -> None:
         """Start empty."""
         self.settled: list[Handoff] = []
         self.open: dict[int, Handoff] = {}
         self.disagreements: list[str] = []
+        self.refusals: list[str] = []
         self.finals: dict[Party, dict[int, LastState]] = {}
         self._lost: set[tuple[Party, int]] = set()
         self._checkpoints: dict[tuple[Party, int], dict[int, bytes]] = {}
@@ -141,8 +151,9 @@ class Book:
         match report:
             case Checkpoint():
                 self._compare(party, rank, report.step, report.digest)
+            case Refusal():
+                self._note(self.refusals, f"{party} rank {rank}, room {report.room}: {report.message}")
             case LastState():
-                self._compare(party, rank, report.step, report.digest)
                 self.finals.setdefault(party, {})[rank] = report
             case Started() | Completed() | Ended() | Freed():
                 handoff = self.open.get(report.room)
@@ -197,5 +208,9 @@ class Book:
             del self._checkpoints[party, step]
 
     def _disagree(self, what: str) -> None:
-        if len(self.disagreements) < MAX_DISAGREEMENTS:
-            self.disagreements.append(what)
+        self._note(self.disagreements, what)
+
+    @staticmethod
+    def _note(notes: list[str], what: str) -> None:
+        if len(notes) < MAX_NOTES:
+            notes.append(what)

@@ -170,7 +170,11 @@ class Drive:
             self._observe()
             return condition()
 
-        self._cluster.wait_until(observing, self._options.settle_s, what)
+        self._cluster.wait_until(observing, self._options.settle_s, what, self._missing)
+
+    def _missing(self) -> str:
+        tail = self._cluster.coordinator.tail()
+        return f"{len(self._book.open)} are open; the coordinator's last lines:\n{tail}"
 
     def _observe(self) -> None:
         """See what was settled since the last look."""

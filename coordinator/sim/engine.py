@@ -23,14 +23,14 @@ from coordinator.sim.allocator import PageAllocator
 from coordinator.sim.errors import SimulationError
 from coordinator.sim.lockstep import RollingDigest
 from coordinator.sim.pattern import Pattern
-from coordinator.sim.wire import Checkpoint, Ended, Freed, LastState
+from coordinator.sim.wire import Checkpoint, Ended, Freed, LastState, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from coordinator.messages import Event
+    from coordinator.messages import Event, Refused
     from coordinator.reasons import Failure
     from coordinator.sim.pattern import Words
     from coordinator.sim.wire import Report, Request, Step
@@ -67,6 +67,9 @@ class Client(Protocol):
 
     def cancel(self, room: int, why: str = "") -> None:
         """Give a room up."""
+
+    def refusals(self) -> Sequence[Refused]:
+        """Return what the coordinator did not accept since the last time."""
 
 
 def _no_pages() -> Pages:
@@ -139,7 +142,8 @@ class Engine(ABC):
         self._admit()
         self._work()
         self._digest.update(step.number, applied, self._allocator.digest())
-        if step.number % CHECKPOINT_STEPS == 0:
+        if step.last or step.number % CHECKPOINT_STEPS == 0:
+            self._reports += [Refusal(refused.room, refused.message) for refused in self._client.refusals()]
             self._reports.append(Checkpoint(step.number, self._digest.value))
         if step.last:
             self._reports.append(self._final())
@@ -220,7 +224,7 @@ class Engine(ABC):
 
     def _final(self) -> LastState:
         held = sorted({*self._rooms, *(room for room, _ in self._unreleased)})
-        return LastState(self._step, self._digest.value, self._allocator.free_pages, held, self._strays)
+        return LastState(self._allocator.free_pages, held, self._strays)
 
 
 def sentence(failure: Failure) -> str:

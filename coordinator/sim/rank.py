@@ -127,7 +127,6 @@ def _connect(
             rank=settings.rank,
             world_size=settings.world_size,
             pool=pool,
-            backend=settings.backend,
         )
         cleanup.callback(prefill.close)
         return PrefillEngine(prefill, words, settings.rank, sabotage), prefill

@@ -98,6 +98,7 @@ def summarize(
     latencies = [handoff.seconds for handoff in good if handoff.seconds >= 0]
     p50, p99 = np.percentile(latencies, (50, 99)).tolist() if latencies else (None, None)
     problems = [*problems, *book.disagreements]
+    problems += [f"the coordinator refused: {refusal}" for refusal in book.refusals]
     problems += [f"unresolved: {handoff.missing()}" for handoff in book.open.values()]
     if corrupt:
         problems.append(f"{corrupt} pages did not hold what they must after a success")

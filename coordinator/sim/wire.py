@@ -137,6 +137,13 @@ class Freed(Struct, frozen=True, array_like=True, tag="freed"):
     generation: int
 
 
+class Refusal(Struct, frozen=True, array_like=True, tag="refusal"):
+    """The coordinator did not accept something that this rank said."""
+
+    room: int
+    message: str
+
+
 class Checkpoint(Struct, frozen=True, array_like=True, tag="checkpoint"):
     """Everything that this rank applied up to a step, and its allocator's state, as a digest."""
 
@@ -151,14 +158,12 @@ class LastState(Struct, frozen=True, array_like=True, tag="final"):
     rooms that this rank never had.
     """
 
-    step: int
-    digest: bytes
     free_pages: int
     held: list[int]
     strays: int
 
 
-Report = Ready | Started | Completed | Ended | Freed | Checkpoint | LastState
+Report = Ready | Started | Completed | Ended | Freed | Refusal | Checkpoint | LastState
 
 
 class Reports(Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.messages import Event, Outcome, Released
+from coordinator.messages import Event, Outcome, Refused, Released
 from coordinator.reasons import Failure, Reason
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class StandIn:
 
     events: list[Event] = field(default_factory=list)
     drained: int = 0
+    refused: list[Refused] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
     cancelled: list[tuple[int, str]] = field(default_factory=list)
     sent: dict[int, list[Pages]] = field(default_factory=dict)
@@ -42,6 +43,9 @@ class StandIn:
         number = len(self.events) if through is None else int.from_bytes(through, "little")
         events, self.drained = self.events[self.drained : number], max(self.drained, number)
         return events
+
+    def refusals(self) -> list[Refused]:
+        return self.refused
 
     def open(self, room: int) -> None:
         self.opened.append(room)
@@ -62,7 +66,7 @@ def move(room: int, source: StandIn, source_words: Words, target: StandIn, targe
     """Copy a room's pages, behind the prefix, as a worker would."""
     pages, prefix = target.offered[room]
     sent = np.concatenate(source.sent[room])
-    target_words[:, pages[prefix:]] = source_words[:, sent[prefix:]]
+    target_words[:, pages] = source_words[:, sent[prefix:]]
 
 
 def success(room: int, attempt: int = 1, aux: bytes = b"") -> list[Event]:

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from coordinator.messages import Released
+from coordinator.messages import Refused, Released
 from coordinator.sim.decode import DecodeEngine
 from coordinator.sim.engine import Sabotage
 from coordinator.sim.errors import SimulationError
 from coordinator.sim.pattern import aux_of, words_of
 from coordinator.sim.prefill import PrefillEngine
-from coordinator.sim.wire import Completed, Ended, Freed, LastState, Request, Started, Step
+from coordinator.sim.wire import (
+    Checkpoint,
+    Completed,
+    Ended,
+    Freed,
+    LastState,
+    Refusal,
+    Request,
+    Started,
+    Step,
+)
 from tests.sim.stand_in import StandIn, failure, head, move, success
 
 if TYPE_CHECKING:
@@ -136,9 +146,8 @@ def test_a_room_may_end_while_it_is_computed_or_still_waits() -> None:
     client.events = [failure(2), Released(2, 1), failure(1), Released(1, 1)]
     engine.apply(Step(2, head(4)))
     assert not engine.busy
-    (last,) = engine.apply(Step(3, head(4), last=True))
-    assert isinstance(last, LastState)
-    assert (last.free_pages, last.held) == (PAGES, [])
+    _, last = engine.apply(Step(3, head(4), last=True))
+    assert last == LastState(free_pages=PAGES, held=[], strays=0)
 
 
 def test_a_room_may_be_used_again_while_its_old_pages_are_held() -> None:
@@ -169,16 +178,20 @@ def test_only_rooms_without_an_outcome_are_cancelled() -> None:
     assert client.cancelled == [(2, "why")]
 
 
+def final_digest(engine: DecodeEngine, step: Step) -> bytes:
+    *_, checkpoint, last = engine.apply(step)
+    assert isinstance(last, LastState)
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint.digest
+
+
 def test_events_of_an_earlier_incarnation_change_nothing_that_ranks_must_agree_on() -> None:
-    ranks = [StandIn(events=success(99) if rank else []) for rank in range(2)]
-    lasts = [
-        DecodeEngine(client, memory(), rank).apply(Step(1, head(len(client.events)), last=True))[0]
-        for rank, client in enumerate(ranks)
+    fresh, joined_earlier = StandIn(), StandIn(events=success(99))
+    digests = [
+        final_digest(DecodeEngine(client, memory(), rank), Step(1, head(len(client.events)), last=True))
+        for rank, client in enumerate((fresh, joined_earlier))
     ]
-    assert isinstance(lasts[0], LastState)
-    assert isinstance(lasts[1], LastState)
-    assert lasts[0].digest == lasts[1].digest
-    assert (lasts[0].strays, lasts[1].strays) == (0, 2)
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(
@@ -191,9 +204,7 @@ def test_a_rank_that_applies_something_else_has_another_digest(sabotage: Sabotag
         client = StandIn(events=[failure(1), Released(1, 1), failure(2), Released(2, 1)])
         engine = DecodeEngine(client, memory(), rank, fault)
         engine.apply(Step(1, head(0), [Request(room, 2, chunk_pages=1) for room in (1, 2)]))
-        last = engine.apply(Step(2, head(4), last=True))[-1]
-        assert isinstance(last, LastState)
-        digests.add(last.digest)
+        digests.add(final_digest(engine, Step(2, head(4), last=True)))
     assert (len(digests) == 1) is alike
 
 
@@ -202,7 +213,11 @@ def test_the_order_of_events_is_part_of_the_digest() -> None:
     for events in ([failure(1), failure(2)], [failure(2), failure(1)]):
         engine = DecodeEngine(StandIn(events=list(events)), memory(), rank=0)
         engine.apply(Step(1, head(0), [Request(room, 2, chunk_pages=1) for room in (1, 2)]))
-        last = engine.apply(Step(2, head(2), last=True))[-1]
-        assert isinstance(last, LastState)
-        digests.add(last.digest)
+        digests.add(final_digest(engine, Step(2, head(2), last=True)))
     assert len(digests) == 2
+
+
+def test_what_the_coordinator_refuses_is_reported() -> None:
+    client = StandIn(refused=[Refused("room", "room 7 is not yours", room=7)])
+    first, *_ = DecodeEngine(client, memory(), rank=0).apply(Step(1, head(0), last=True))
+    assert first == Refusal(7, "room 7 is not yours")
