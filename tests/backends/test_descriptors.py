@@ -1,0 +1,97 @@
+"""The checks and the merging of block lists, against the plain definition in Python loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.base import Grid, InvalidTransferError, Part
+from backends.descriptors import check_parts, merged_runs
+
+REGION_BYTES = 1000
+NUMBERS = st.integers(-3, 40)
+GRIDS = st.builds(
+    Grid,
+    region=st.integers(-1, 2),
+    offset_bytes=st.integers(-5, 400),
+    block_bytes=st.integers(-1, 40),
+    stride_bytes=st.integers(-1, 60),
+    count=st.integers(-1, 30),
+)
+
+
+def int32(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(numbers, np.int32)
+
+
+def reachable(grid: Grid, numbers: list[int]) -> bool:
+    """Whether every block, one by one, is a block of the grid and inside the region."""
+    return (
+        grid.region in (0, 1)
+        and grid.count > 0
+        and 0 < grid.block_bytes <= grid.stride_bytes
+        and grid.offset_bytes >= 0
+        and all(
+            grid.offset_bytes + number * grid.stride_bytes + grid.block_bytes <= REGION_BYTES
+            for number in range(grid.count)
+        )
+        and all(0 <= number < grid.count for number in numbers)
+    )
+
+
+@given(GRIDS, st.lists(NUMBERS, max_size=6), GRIDS, st.lists(NUMBERS, max_size=6))
+def test_only_what_lies_inside_is_accepted(
+    source: Grid, source_numbers: list[int], destination: Grid, numbers: list[int]
+) -> None:
+    part = Part(source, int32(source_numbers), destination, int32(numbers))
+    wanted = (
+        reachable(source, source_numbers)
+        and reachable(destination, numbers)
+        and len(source_numbers) == len(numbers) > 0
+        and source.block_bytes == destination.block_bytes
+    )
+    try:
+        size_bytes = check_parts([part], [REGION_BYTES] * 2, [REGION_BYTES] * 2)
+    except InvalidTransferError:
+        assert not wanted
+    else:
+        assert wanted
+        assert size_bytes == len(numbers) * source.block_bytes
+
+
+def test_the_message_names_part_side_and_values() -> None:
+    grid = Grid(0, 0, 10, 10, 100)
+    good = Part(grid, int32([0]), grid, int32([0]))
+    bad = Part(grid, int32([0]), grid, int32([-7]))
+    with pytest.raises(InvalidTransferError, match=r"part 1: destination blocks reach from -7 to -7, .* 100"):
+        check_parts([good, bad], [REGION_BYTES], [REGION_BYTES])
+
+
+@given(st.data())
+def test_runs_copy_the_same_bytes_and_are_as_few_as_can_be(data: st.DataObject) -> None:
+    """Runs, one by one, give what the blocks give, one by one."""
+    count = data.draw(st.integers(1, 12))
+    starts = data.draw(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), min_size=1, max_size=5))
+    pairs = [(one + step, other + step) for one, other in starts for step in range(count)]
+    strides = data.draw(st.sampled_from([(4, 4), (4, 6), (6, 6)]))
+    source, destination = (Grid(0, 8, 4, stride, 32) for stride in strides)
+    part = Part(source, int32([pair[0] for pair in pairs]), destination, int32([pair[1] for pair in pairs]))
+
+    runs = merged_runs(part)
+
+    blocks = [(8 + one * source.stride_bytes, 8 + other * destination.stride_bytes) for one, other in pairs]
+    expanded = [
+        (int(start) + step, int(end) + step)
+        for start, end, size in zip(*runs, strict=True)
+        for step in range(0, int(size), 4)
+    ]
+    assert expanded == blocks
+    joins = list(zip(zip(*runs, strict=True), list(zip(*runs, strict=True))[1:], strict=False))
+    assert not any(a[0] + a[2] == b[0] and a[1] + a[2] == b[1] for a, b in joins)
+
+
+def test_no_blocks_are_no_runs() -> None:
+    grid = Grid(0, 0, 4, 4, 8)
+    assert [array.size for array in merged_runs(Part(grid, int32([]), grid, int32([])))] == [0, 0, 0]
