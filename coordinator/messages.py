@@ -44,7 +44,7 @@ MAX_FRAME_BYTES: Final = 8 << 20
 U64 = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9._:-]+$")]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9._:-]+\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
 #: 0 is the null id: engines use it for "no room".
 Room = Annotated[int, Meta(ge=1)]
@@ -405,6 +405,9 @@ _broadcast = msgspec.msgpack.Decoder(Broadcast)
 
 encode = _encoder.encode
 
+#: What a decoder raises on bad input; msgspec lets nesting that is too deep out as it is.
+_MALFORMED: Final = (msgspec.MsgspecError, RecursionError)
+
 
 def decode_from_peer(frame: bytes) -> FromPeer:
     """Decode what a rank or a worker sent.
@@ -415,7 +418,7 @@ def decode_from_peer(frame: bytes) -> FromPeer:
     """
     try:
         return _from_peer.decode(frame)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         message = _foreign_version(frame) or f"malformed message: {error}"
         raise ProtocolError(message) from error
 
@@ -438,7 +441,7 @@ def decode_broadcast(frame: bytes) -> Broadcast:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         message = f"malformed message: {error}"
         raise ProtocolError(message) from error
 
@@ -447,7 +450,7 @@ def _foreign_version(frame: bytes) -> str | None:
     """Name both versions when the frame is a Hello of another protocol, whose fields may differ."""
     try:
         fields = msgspec.msgpack.decode(frame)
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return None
     match fields:
         case [str("hello" | "worker"), int(version), *_] if version != VERSION:

@@ -70,10 +70,11 @@ class Watch(Generic[K]):
 
     def _expire(self) -> None:
         self._timer = None
-        horizon = asyncio.get_running_loop().time() - self._bound_s
+        now_s = asyncio.get_running_loop().time()
         overdue = []
         for key, seen in self._seen.items():
-            if seen > horizon:
+            # The very sum that the timer was armed with: any other form may round to "not yet" for ever.
+            if seen + self._bound_s > now_s:
                 break
             overdue.append(key)
         for key in overdue:
