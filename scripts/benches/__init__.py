@@ -6,7 +6,7 @@ A bench is a module here with
 - ``TARGETS: dict[str, Target]``: the target of each metric that has one,
 - ``run(arguments: Arguments) -> Metrics``, a function or a coroutine (which runs on uvloop).
 
-Files whose names begin with an underscore are helpers.
+What has no ``run`` is a helper.
 """
 
 from __future__ import annotations

@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 UNUSABLE: Final = 2
 
 
-def names() -> list[str]:
-    """All benches there are."""
+def files() -> list[str]:
+    """The modules that may be benches."""
     found = (module.name for module in pkgutil.iter_modules(scripts.benches.__path__))
     return sorted(name for name in found if not name.startswith("_"))
 
 
-def load(name: str) -> ModuleType:
-    """Import a bench."""
-    return importlib.import_module(f"scripts.benches.{name}")
+def load(name: str) -> ModuleType | None:
+    """Import a bench; None when there is none of that name."""
+    if name not in files():
+        return None
+    module = importlib.import_module(f"scripts.benches.{name}")
+    return module if hasattr(module, "run") else None
 
 
 def measure(bench: ModuleType, arguments: Arguments) -> Metrics:
@@ -75,7 +78,8 @@ def show(
 
 def listing() -> str:
     """Return the names of all benches and what each measures."""
-    lines = [f"  {name:12} {(inspect.getdoc(load(name)) or '').partition(chr(10))[0]}" for name in names()]
+    benches = {name: bench for name in files() if (bench := load(name)) is not None}
+    lines = [f"  {name:12} {(bench.__doc__ or '').partition(chr(10))[0]}" for name, bench in benches.items()]
     return "\n".join(["The benches are:", *lines])
 
 
@@ -88,21 +92,27 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="measure less, only to see that it works")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in names()]
+    benches: dict[str, ModuleType] = {}
+    unknown = []
+    for name in options.names:
+        bench = load(name)
+        if bench is None:
+            unknown.append(name)
+        else:
+            benches[name] = bench
     if unknown:
         print(f"There is no bench {', '.join(map(repr, unknown))}.", file=sys.stderr)
-    if unknown or not options.names:
+    if unknown or not benches:
         print(listing(), file=sys.stderr if unknown else sys.stdout)
         return UNUSABLE if unknown else 0
-    return _run_all(options.names, options.json, Arguments(quick=options.quick))
+    return _run_all(benches, options.json, Arguments(quick=options.quick))
 
 
-def _run_all(chosen: list[str], file: Path | None, arguments: Arguments) -> int:
+def _run_all(benches: dict[str, ModuleType], file: Path | None, arguments: Arguments) -> int:
     console = Console()
     results: dict[str, Metrics] = {}
     failed = []
-    for name in chosen:
-        bench = load(name)
+    for name, bench in benches.items():
         started_s = time.perf_counter()
         try:
             results[name] = measure(bench, arguments)
