@@ -89,7 +89,6 @@ class Listen(Section):
     ] = ""
 
 
-
 class Backend(Section):
     """``[backend]``: what moves the bytes.
 

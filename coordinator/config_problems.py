@@ -54,7 +54,14 @@ class Problem:
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     """Turn all mistakes that pydantic found into problems, in the file's terms."""
-    return [_explain_one(item["type"], item["loc"], item["input"], model) for item in error.errors()]
+    items = error.errors()
+    # Of a list with a wrong entry, pydantic also says that it is too short without it.
+    inside = {item["loc"][:-1] for item in items}
+    return [
+        _explain_one(item["type"], item["loc"], item["input"], model)
+        for item in items
+        if item["loc"] not in inside
+    ]
 
 
 def without(data: Mapping[str, object], problems: Sequence[Problem]) -> dict[str, object]:
