@@ -32,6 +32,7 @@ class Job:
 
     Attributes:
         move: what was asked for.
+        link: for which link of the lane it is: the first one is 1.
         taken: the lane's thread has begun with it.
         failed: it was reported as failed; what still moves of it is waited for.
         posts: what is left to plan; None before the first post was planned.
@@ -46,6 +47,7 @@ class Job:
     __slots__ = (
         "failed",
         "got_on",
+        "link",
         "move",
         "moving",
         "next_post",
@@ -55,9 +57,10 @@ class Job:
         "taken",
     )
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Move, link: int) -> None:
         """Nothing has happened yet."""
         self.move = move
+        self.link = link
         self.taken = False
         self.failed = False
         self.posts: Iterator[list[Part]] | None = None
@@ -72,6 +75,9 @@ class JobQueue:
     """The jobs of a lane, those that want to post in turn, and the notes to its thread.
 
     Everything here is under one lock. The lane closes it when it ends; nothing goes in any more then.
+
+    Notes and jobs are apart, so each job says for which link it is: a job that was queued behind a
+    ``ConnectPeer`` neither goes out on the link before it, nor fails with that.
     """
 
     def __init__(self, peer: str) -> None:
@@ -81,6 +87,7 @@ class JobQueue:
         self._jobs: dict[int, Job] = {}
         self._ready: deque[Job] = deque()
         self._notes: SimpleQueue[Note] = SimpleQueue()
+        self._links = 0
         self._closed = False
 
     # --- for the host's thread ----------------------------------------------------------------
@@ -93,9 +100,12 @@ class JobQueue:
     def put(self, note: Note) -> bool:
         """Tell the lane something; false when it is closed."""
         with self._lock:
-            if not self._closed:
-                self._notes.put(note)
-            return not self._closed
+            if self._closed:
+                return False
+            if isinstance(note, ConnectPeer):
+                self._links += 1
+            self._notes.put(note)
+            return True
 
     def add(self, move: Move) -> str:
         """Queue a move; why it cannot be, or an empty text."""
@@ -107,7 +117,7 @@ class JobQueue:
                 return ""
             if len(self._jobs) >= MAX_JOBS:
                 return f"{MAX_JOBS} moves to {self._peer} are waiting already"
-            job = self._jobs[move.move] = Job(move)
+            job = self._jobs[move.move] = Job(move, self._links)
             self._ready.append(job)
             self._notes.put(None)
         return ""
@@ -152,10 +162,10 @@ class JobQueue:
         """Whether a job may want to post."""
         return bool(self._ready)
 
-    def next(self) -> Job | None:
-        """Take the job whose turn it is."""
+    def next(self, link: int) -> Job | None:
+        """Take the job whose turn it is, unless it is for a later link: there is a note first, then."""
         with self._lock:
-            while self._ready:
+            while self._ready and self._ready[0].link <= link:
                 job = self._ready.popleft()
                 if not job.failed:
                     job.taken = True
@@ -176,14 +186,18 @@ class JobQueue:
         with self._lock:
             del self._jobs[job.move.move]
 
-    def unfailed(self, *, take: bool) -> list[Job]:
-        """All jobs that have not failed; with ``take`` they belong to the lane from now on."""
+    def take_all(self, link: int) -> list[Job]:
+        """Take all jobs up to this link that have not failed."""
         with self._lock:
-            jobs = [job for job in self._jobs.values() if not job.failed]
-            if take:
-                for job in jobs:
-                    job.taken = True
+            jobs = [job for job in self._jobs.values() if job.link <= link and not job.failed]
+            for job in jobs:
+                job.taken = True
         return jobs
+
+    def unfailed(self) -> list[Job]:
+        """All jobs that have not failed."""
+        with self._lock:
+            return [job for job in self._jobs.values() if not job.failed]
 
     def close_if_empty(self) -> bool:
         """Close unless there is something to do; whether it is closed."""

@@ -109,6 +109,7 @@ class Lane:
         self._jobs = JobQueue(peer)
         # What follows belongs to the lane's thread alone.
         self._link: Link | None = None
+        self._links = 0
         self._route: Route | None = None
         self._connected_to: ConnectPeer | None = None
         self._down = (CONNECT, f"{peer} was not connected yet")
@@ -205,10 +206,12 @@ class Lane:
         self._fenced = False
         if self._link is not None:
             if command == self._connected_to:
+                self._links += 1
                 self._report(Connected(self.peer, 0.0))
                 return
             self._broken = f"{self.peer} was connected anew, elsewhere"
             self._drop_link()
+        self._links += 1
         theirs = RankPool(command.layout, command.world_size, command.rank, command.pages)
         started_s = time.monotonic()
         try:
@@ -269,7 +272,7 @@ class Lane:
     def _post(self) -> None:
         """Make a few posts, of the jobs in turn."""
         for _ in range(POSTS_PER_TURN):
-            job = self._jobs.next() if self._has_room() else None
+            job = self._jobs.next(self._links) if self._has_room() else None
             if job is None:
                 return
             self._post_one(job)
@@ -356,7 +359,7 @@ class Lane:
         self._report(MoveFailed(job.move.move, kind, message[:_MAX_TEXT], settled=settled, started=started))
 
     def _fail_all(self) -> None:
-        for job in self._jobs.unfailed(take=True):
+        for job in self._jobs.take_all(self._links):
             self._fail(job, *self._down)
 
     def _tell_progress(self) -> None:
@@ -366,7 +369,7 @@ class Lane:
             return
         self._progress_due_s = now_s + PROGRESS_S
         self._got_on = False
-        jobs = self._jobs.unfailed(take=False)
+        jobs = self._jobs.unfailed()
         moves = [job.move.move for job in jobs if job.got_on or not job.moving]
         for job in jobs:
             job.got_on = False

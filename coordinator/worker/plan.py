@@ -88,8 +88,11 @@ class Strip:
         # A long row is cut into equal lengths, so that no post is left with a few blocks only.
         columns = -(-pages // -(-pages // most))
         rows = max(1, most // columns)
-        source_at = source_pages * self.source_step
-        destination_at = destination_pages * self.destination_step
+        source_at, destination_at = source_pages, destination_pages
+        if self.source_step != 1:
+            source_at = source_pages * self.source_step
+        if self.destination_step != 1:
+            destination_at = destination_pages * self.destination_step
         for row in range(0, self.source_first.size, rows):
             source_first = self.source_first[row : row + rows]
             destination_first = self.destination_first[row : row + rows]

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from coordinator.errors import ConfigError
 from coordinator.layout import Layout
-from coordinator.messages import Count, Name, Pool, RankNumber
+from coordinator.messages import MAX_WORLD, Name, Pool, RankNumber
 
 #: Largest settings document that a worker reads.
 MAX_SETTINGS_BYTES: Final = 1 << 20
@@ -80,7 +80,7 @@ class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, object]
     pool: Pool
     layout: Layout
-    world_size: Annotated[Count, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
     rank: RankNumber
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
     budget: Budget = Budget()

@@ -7,13 +7,13 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
 from backends.loopback import LoopbackBackend
 from coordinator.layout import Layout
-from coordinator.messages import ConnectPeer, Move
+from coordinator.messages import Connected, ConnectPeer, Move
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.memory import MappedPool, new_pool_path
 from coordinator.worker.plan import RankPool
@@ -106,12 +106,16 @@ class Reports:
             self.all.append(report)
             self._came.notify_all()
 
-    def wait(self, kind: type[_T], *, count: int = 1, where: Callable[[_T], bool] = lambda _: True) -> list[_T]:
+    def wait(
+        self, kind: type[_T], *, count: int = 1, where: Callable[[_T], bool] = lambda _: True
+    ) -> list[_T]:
         """Wait for ``count`` reports of a kind; return all of them there are."""
         deadline_s = time.monotonic() + PATIENCE_S
         with self._came:
             while True:
-                found = [report for report in self.all if isinstance(report, kind) and where(report)]
+                found = [
+                    one for one in cast("list[object]", self.all) if isinstance(one, kind) and where(one)
+                ]
                 if len(found) >= count:
                     return found
                 left_s = deadline_s - time.monotonic()
@@ -136,8 +140,8 @@ class Sender:
     ) -> None:
         self.pool = PoolFile(pages, seed=1)
         self.reports = Reports()
-        self.crashes: list[str] = []
         self.crashed = threading.Event()
+        self.may_crash = False
         self.host = WorkerHost(
             backend or LoopbackBackend("worker", options or {}),
             RankPool(LAYOUT, 1, 0, pages),
@@ -153,16 +157,15 @@ class Sender:
 
     def connect(self, receiver: Receiver) -> None:
         """Connect, and wait until that is so."""
-        from coordinator.messages import Connected  # noqa: PLC0415
-
         before = len([1 for report in self.reports.all if isinstance(report, Connected)])
         self.obey(receiver.connect())
         self.reports.wait(Connected, count=before + 1)
 
     def close(self) -> None:
         """Clean up; what hangs stays behind in a daemon thread."""
-        self.host.close(1.0)
+        self.host.close(0.5)
         self.pool.remove()
+        assert self.may_crash or not self.crashed.is_set()
 
 
 def move(number: int, receiver: Receiver, pages: Sequence[int], to: Sequence[int] | None = None) -> Move:
@@ -178,3 +181,13 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def threads_of(peer: str) -> int:
+    """How many lanes to a peer there are."""
+    return sum(thread.name == f"lane {peer}" for thread in threading.enumerate())
+
+
+def threads_end(peer: str) -> bool:
+    """Wait for the end of all lanes to a peer; whether it came."""
+    return eventually(lambda: threads_of(peer) == 0)

@@ -44,9 +44,7 @@ def apply(parts: Iterable[Part], source: NDArray[np.uint8], destination: NDArray
     """Copy as the contract of a backend says: block by block."""
     for part in parts:
         assert part.source.block_bytes == part.destination.block_bytes
-        for here, there in zip(
-            part.source_blocks.tolist(), part.destination_blocks.tolist(), strict=True
-        ):
+        for here, there in zip(part.source_blocks.tolist(), part.destination_blocks.tolist(), strict=True):
             assert 0 <= here < part.source.count
             assert 0 <= there < part.destination.count
             start = part.source.offset_bytes + here * part.source.stride_bytes
@@ -125,9 +123,7 @@ def test_a_planned_move_puts_every_byte_where_the_reference_does(
 
 def test_posts_are_as_full_as_the_bounds_allow() -> None:
     posts = list(
-        route(SOURCE, DESTINATION).posts(
-            packed(range(16)), packed(range(16)), replace_budget(post_blocks=32)
-        )
+        route(SOURCE, DESTINATION).posts(packed(range(16)), packed(range(16)), replace_budget(post_blocks=32))
     )
 
     # Four planes of sixteen pages: two planes in each post.
@@ -136,9 +132,7 @@ def test_posts_are_as_full_as_the_bounds_allow() -> None:
 
 def test_a_row_longer_than_a_post_is_cut_evenly() -> None:
     posts = list(
-        route(SOURCE, DESTINATION).posts(
-            packed(range(16)), packed(range(16)), replace_budget(post_blocks=15)
-        )
+        route(SOURCE, DESTINATION).posts(packed(range(16)), packed(range(16)), replace_budget(post_blocks=15))
     )
 
     assert {sum(part.source_blocks.size for part in post) for post in posts} == {8}
@@ -163,9 +157,7 @@ def test_strips_share_a_post_while_there_is_room() -> None:
 def test_pieces_smaller_than_a_page_follow_the_step() -> None:
     """A strip of half pages: block 1 of each page of ours is block 0 of each page of theirs."""
     ours, theirs = Grid(0, 0, 8, 8, 20), Grid(0, 4, 8, 16, 10)
-    strip = Strip(
-        ours, theirs, np.array([1], np.int32), np.array([0], np.int32), source_step=2
-    )
+    strip = Strip(ours, theirs, np.array([1], np.int32), np.array([0], np.int32), source_step=2)
 
     (part,) = strip.parts(np.array([0, 3], np.int32), np.array([5, 9], np.int32), ROOMY)
 
