@@ -98,7 +98,6 @@ class Conversation:
         self._settings = settings
         self._last_word = ""
         self.joined = False
-        self._unknown = False
         self._blocked = False
         self._listening = False
         self._acknowledge = False
@@ -247,7 +246,6 @@ class Conversation:
             case Refused():
                 self._refused(message)
             case WhoAreYou():
-                self._unknown = True
                 self._leave(now_s)
                 self._become(RankState.CONNECTING)
             case Resend():
@@ -279,7 +277,12 @@ class Conversation:
         self._said_hello_at_s = now_s
         self._hello_at_s = now_s + self._settings.hello_retry_s
         self._unanswered += 1
-        return msgspec.structs.replace(self._hello, epoch=self.inbox.epoch, acknowledged=self.inbox.have)
+        return msgspec.structs.replace(
+            self._hello,
+            epoch=self.inbox.epoch,
+            acknowledged=self.inbox.have,
+            confirmed=self.outbox.confirmed,
+        )
 
     def _submit(self, now_s: float) -> Submit:
         inbox, outbox = self.inbox, self.outbox
@@ -307,12 +310,10 @@ class Conversation:
         elif welcome.first > inbox.have + 1:
             self._missed(welcome)
             return
-        elif self._unknown and welcome.received < outbox.confirmed:
-            outbox.rebase(welcome.received)
         else:
             outbox.confirm(welcome.received)
             outbox.rewind()
-        self.joined, self._unknown, self._acknowledge = True, False, True
+        self.joined = self._acknowledge = True
         self._unanswered = 0
         self._hello_at_s = _NEVER
         self._confirmed_at_s = now_s

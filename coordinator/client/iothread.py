@@ -21,7 +21,7 @@ import zmq
 from coordinator.client.conversation import RankState
 from coordinator.client.doorbell import Doorbell
 from coordinator.client.inbox import Head
-from coordinator.client.sockets import open_control, open_outcomes
+from coordinator.client.sockets import load_keys, open_control, open_outcomes
 from coordinator.errors import ClosedError, ConfigError, NotReadyError, ProtocolError, RefusedError
 from coordinator.messages import Bye, decode_broadcast, decode_to_rank, encode
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coordinator.client.conversation import Conversation
+    from coordinator.client.settings import ClientSettings
     from coordinator.messages import Broadcast, Event, Item, Refused, ToRank
 
 #: Messages taken from one socket before the other one and the timers get their turn.
@@ -52,13 +53,16 @@ class IoThread:
 
     """
 
-    def __init__(self, conversation: Conversation, address: str, group: str) -> None:
+    def __init__(
+        self, conversation: Conversation, address: str, group: str, settings: ClientSettings
+    ) -> None:
         """Start to talk to the coordinator at ``address``.
 
         Raises:
-            ConfigError: ZeroMQ cannot use the address.
+            ConfigError: ZeroMQ cannot use the address, or a key file cannot be read.
 
         """
+        self._keys = load_keys(settings)
         self.conversation = conversation
         self.malformed = 0
         self._address = address
@@ -75,7 +79,7 @@ class IoThread:
         self._outcomes: zmq.Socket[bytes] | None = None
         try:
             # Opened here, where a bad address can be told; from its start on the thread owns it.
-            self._control = open_control(address, self._identity)
+            self._control = open_control(address, self._identity, self._keys)
         except zmq.ZMQError as error:
             self._wake.close()
             problem = (
@@ -122,7 +126,7 @@ class IoThread:
                 if not inbox.reaches(head):
                     conversation.check()
                     raise NotReadyError(conversation.behind(head, wait_s))
-            return conversation.drain(head)
+            return conversation.drain(head) or ()
 
     def take_refusals(self) -> list[Refused]:
         """Hand over the refusals, see ``Conversation``."""
@@ -224,14 +228,14 @@ class IoThread:
     def _reconnect(self) -> None:
         self._poller.unregister(self._control)
         self._control.close(0)
-        self._control = open_control(self._address, self._identity)
+        self._control = open_control(self._address, self._identity, self._keys)
         self._poller.register(self._control, zmq.POLLIN)
         with self._lock:
             self.conversation.unblocked()
 
     def _subscribe(self, address: str) -> None:
         try:
-            self._outcomes = open_outcomes(address, self._topic)
+            self._outcomes = open_outcomes(address, self._topic, self._keys)
         except zmq.ZMQError as error:
             message = (
                 f"the coordinator at {self._address} has {self.conversation.name} subscribe to "

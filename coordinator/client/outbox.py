@@ -7,8 +7,8 @@ Theory of operation
     submitted; ``confirm`` forgets what has arrived; ``rewind`` makes what is not confirmed due
     again. Whatever is lost on the way, the coordinator gets every item once and in order.
 
-    Items are numbered 1, 2, 3 ... A coordinator that starts anew has nothing of what its
-    predecessor confirmed, and counts from where ``rebase`` says.
+    Items are numbered 1, 2, 3 ... A coordinator that starts anew is told in ``Hello`` up to where
+    its predecessor confirmed them; ``rebase`` says from where it counts.
 """
 
 from __future__ import annotations

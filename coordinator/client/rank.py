@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-import os
-import secrets
 import time
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex
 
 from coordinator.client.conversation import Conversation, RankState
+from coordinator.client.introduction import introduction
 from coordinator.client.iothread import IoThread
 from coordinator.client.pages import pack
 from coordinator.client.settings import DEFAULTS
@@ -18,18 +16,12 @@ from coordinator.errors import NotReadyError, PoolError, ProtocolError
 from coordinator.messages import (
     MAX_AUX_BYTES,
     MAX_FRAME_BYTES,
-    VERSION,
     Cancel,
     Extend,
-    Hello,
     Offer,
     Open,
-    Pool,
-    Process,
     Role,
     Send,
-    decode_from_peer,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +31,7 @@ if TYPE_CHECKING:
     from coordinator.client.pages import Pages
     from coordinator.client.pool import KVPool
     from coordinator.client.settings import ClientSettings
-    from coordinator.messages import Event, Item, Refused
+    from coordinator.messages import Event, Hello, Item, Refused
 
 _MAX_ROOM: Final = 2**64 - 1
 _MAX_PREFIX_PAGES: Final = 2**31
@@ -61,12 +53,11 @@ class Rank:
 
     def __init__(self, address: str, hello: Hello, settings: ClientSettings) -> None:
         """Begin to talk to the coordinator; use ``connect``."""
-        _check(hello)
         self._settings = settings
         self._pool_pages = hello.pool.pages
         self._conversation = Conversation(hello, address, settings, time.monotonic())
         self._inbox = self._conversation.inbox
-        self._io = IoThread(self._conversation, address, hello.group)
+        self._io = IoThread(self._conversation, address, hello.group, settings)
         self._close = weakref.finalize(self, self._io.close)
 
     # --- what came ---------------------------------------------------------------------------
@@ -199,7 +190,8 @@ class PrefillRank(Rank):
             ProtocolError: a name or a number is not acceptable.
 
         """
-        return cls(address, _hello(Role.PREFILL, group, rank, world_size, pool), settings)
+        hello = introduction(Role.PREFILL, address, group, rank, world_size, pool)
+        return cls(address, hello, settings)
 
     def open(self, room: SupportsIndex) -> None:
         """Announce that this engine has queued the room, so that its offer does not expire.
@@ -264,7 +256,7 @@ class DecodeRank(Rank):
             ProtocolError: a name or a number is not acceptable.
 
         """
-        hello = _hello(Role.DECODE, group, rank, world_size, endpoint.pool, endpoint)
+        hello = introduction(Role.DECODE, address, group, rank, world_size, endpoint.pool, endpoint)
         return cls(address, hello, settings)
 
     def offer(self, room: SupportsIndex, pages: Pages, prefix_pages: int = 0) -> None:
@@ -323,50 +315,3 @@ def _aux(aux: object) -> bytes:
         message = f"aux has {memoryview(aux).nbytes} bytes, at most {MAX_AUX_BYTES} are carried"
         raise ProtocolError(message)
     return bytes(aux)
-
-
-def _hello(
-    role: Role, group: str, rank: int, world_size: int, pool: KVPool, endpoint: Endpoint | None = None
-) -> Hello:
-    if world_size != pool.world_size:
-        message = (
-            f"world_size is {world_size}, but the pool was allocated for world_size {pool.world_size}: "
-            f"its pages have another size; give KVPool.allocate the world_size of the group"
-        )
-        raise PoolError(message)
-    return Hello(
-        version=VERSION,
-        role=role,
-        group=group,
-        rank=rank,
-        world_size=world_size,
-        instance=secrets.randbits(63) | 1,
-        process=_this_process(),
-        backend="" if endpoint is None else endpoint.name,
-        layout=pool.layout,
-        pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
-        endpoint=b"" if endpoint is None else endpoint.address,
-    )
-
-
-def _this_process() -> Process:
-    """Describe this process; where the kernel does not tell, heartbeats alone judge it."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return Process(os.getpid(), "", 0)
-    return Process(os.getpid(), boot_id, namespace)
-
-
-def _check(hello: Hello) -> None:
-    """Refuse here what the coordinator would refuse as malformed."""
-    if not 0 <= hello.rank < hello.world_size:
-        message = f"rank is {hello.rank}, must be from 0 to world_size - 1, which is {hello.world_size - 1}"
-        raise ProtocolError(message)
-    try:
-        frame = encode(hello)
-    except (TypeError, OverflowError) as error:
-        message = f"{hello.group!r}/{hello.rank!r} cannot be introduced: {error}"
-        raise ProtocolError(message) from error
-    decode_from_peer(frame)

@@ -1,8 +1,9 @@
-"""What an engine may tune on a client, and what the coordinator's absence means to it."""
+"""What an engine may set on a client."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path  # noqa: TC003 - a dataclass may be asked for its types
 from typing import Final
 
 from coordinator.errors import ConfigError
@@ -10,7 +11,7 @@ from coordinator.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """Bounds of one client. Every queue and every wait has one.
+    """The bounds of one client (every queue and every wait has one) and its keys.
 
     Attributes:
         queue_items: how many calls may wait for the coordinator to confirm them.
@@ -22,6 +23,8 @@ class ClientSettings:
         resend_after_s: how long unconfirmed calls wait before they are submitted again.
         lockstep_wait_s: how long ``drain(through=...)`` waits for events that this rank lacks
             although its group has them; which is so only while it joins late.
+        server_key: the coordinator's public CURVE key file, where it demands keys.
+        client_key: our own secret key file; its public half must be known to the coordinator.
 
     """
 
@@ -32,19 +35,23 @@ class ClientSettings:
     away_after_s: float = 3.0
     resend_after_s: float = 3.0
     lockstep_wait_s: float = 10.0
+    server_key: Path | None = None
+    client_key: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
 
         Raises:
-            ConfigError: naming every setting that is not positive.
+            ConfigError: naming every bound that is not positive, and a key without the other.
 
         """
         problems = [
             f"{field.name}: is {getattr(self, field.name)!r}, must be positive"
             for field in fields(self)
-            if not getattr(self, field.name) > 0
+            if field.name not in {"server_key", "client_key"} and not getattr(self, field.name) > 0
         ]
+        if (self.server_key is None) != (self.client_key is None):
+            problems.append("server_key, client_key: only one is given; give both, or none")
         if problems:
             raise ConfigError(problems)
 

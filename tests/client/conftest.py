@@ -26,8 +26,8 @@ class Connect(Protocol):
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    with Peer(tmp_path) as running:
+def peer(short_dir: Path) -> Iterator[Peer]:
+    with Peer(short_dir) as running:
         yield running
 
 

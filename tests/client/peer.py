@@ -23,6 +23,7 @@ from coordinator.messages import (
     Event,
     Hello,
     Item,
+    Outcome,
     Refused,
     Resend,
     Submit,
@@ -33,19 +34,27 @@ from coordinator.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from coordinator.client.rank import Rank
 
 LAYOUT = Layout(layers=2, page_tokens=4, kv_heads=4, head_size=8, dtype="float16")
 HEARTBEAT_S = 0.05
 
 
-def eventually(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition`` holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.001)
+def outcomes(rooms: Sequence[int]) -> list[Outcome]:
+    return [Outcome(room, 1) for room in rooms]
+
+
+def drain_until(rank: Rank, count: int) -> list[Event]:
+    """Drain until there are ``count`` events, or more."""
+    events: list[Event] = []
+    deadline_s = time.monotonic() + 10
+    while len(events) < count:
+        assert rank.wait(deadline_s - time.monotonic()), f"only {len(events)} of {count} events came"
+        events += rank.drain()
+    return events
 
 
 @dataclass
@@ -152,11 +161,11 @@ class Peer:
     def say_bytes(self, group: str, rank: int, frames: list[bytes]) -> None:
         """Say anything to one rank."""
         member = self.groups[group].members[rank]
-        self._tell(lambda: self._router.send_multipart([member.identity, *frames]))
+        self._tell(lambda: self._send(self._router, [member.identity, *frames]))
 
     def broadcast_bytes(self, frames: list[bytes]) -> None:
         """Broadcast anything."""
-        self._tell(lambda: self._xpub.send_multipart(frames))
+        self._tell(lambda: self._send(self._xpub, frames))
 
     def forget(self) -> None:
         """Lose all members, in the same epoch; what they have said stays known."""
@@ -181,7 +190,7 @@ class Peer:
         for source in (self._router, self._xpub, self._wake):
             poller.register(source, zmq.POLLIN)
         while self._running:
-            ready = dict(poller.poll(HEARTBEAT_S * 500))
+            ready = dict(poller.poll(round(HEARTBEAT_S * 500)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             while self._orders:
@@ -275,4 +284,7 @@ class Peer:
             self._xpub.send_multipart([group.name.encode() + b"\0", encode(broadcast)])
 
     def _say(self, identity: bytes, frame: bytes) -> None:
-        self._router.send_multipart([identity, frame])
+        self._send(self._router, [identity, frame])
+
+    def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        socket.send_multipart(frames)

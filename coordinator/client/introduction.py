@@ -1,0 +1,76 @@
+"""How a rank introduces itself: its ``Hello``, checked before it is sent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.errors import PoolError, ProtocolError
+from coordinator.messages import MAX_NAME, VERSION, Hello, Pool, Process, decode_from_peer, encode
+
+if TYPE_CHECKING:
+    from coordinator.client.endpoint import Endpoint
+    from coordinator.client.pool import KVPool
+    from coordinator.messages import Role
+
+
+def introduction(
+    role: Role,
+    address: str,
+    group: str,
+    rank: int,
+    world_size: int,
+    pool: KVPool,
+    endpoint: Endpoint | None = None,
+) -> Hello:
+    """Return the ``Hello`` of a rank that talks to the coordinator at ``address``.
+
+    Raises:
+        PoolError: the pool was made for another world size, or is closed.
+        ProtocolError: a name or a number is not acceptable.
+
+    """
+    if world_size != pool.world_size:
+        message = (
+            f"world_size is {world_size}, but the pool was allocated for world_size {pool.world_size}: "
+            f"its pages have another size; give KVPool.allocate the world_size of the group"
+        )
+        raise PoolError(message)
+    if not 0 <= rank < world_size:
+        message = f"rank is {rank}, must be from 0 to world_size - 1, which is {world_size - 1}"
+        raise ProtocolError(message)
+    hello = Hello(
+        version=VERSION,
+        role=role,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        instance=secrets.randbits(63) | 1,
+        process=_this_process(),
+        backend="" if endpoint is None else endpoint.name,
+        layout=pool.layout,
+        pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
+        endpoint=b"" if endpoint is None else endpoint.address,
+        transport=address.partition("://")[0][:16],
+    )
+    try:
+        decode_from_peer(encode(hello))
+    except (ProtocolError, TypeError, OverflowError) as error:
+        message = (
+            f"{group!r} rank {rank!r} cannot be introduced: {error}. A group's name has 1 to {MAX_NAME} of "
+            f"the characters A-Z a-z 0-9 . _ : -; rank and world_size are plain integers"
+        )
+        raise ProtocolError(message) from error
+    return hello
+
+
+def _this_process() -> Process:
+    """Describe this process; where the kernel does not tell, heartbeats alone judge it."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return Process(os.getpid(), "", 0)
+    return Process(os.getpid(), boot_id, namespace)

@@ -1,0 +1,164 @@
+"""The background thread: many callers, waiting, its death, closing, forks."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+
+from coordinator.client import ClientSettings, KVPool, PrefillRank, RankState
+from coordinator.client.inbox import Head
+from coordinator.errors import (
+    ClosedError,
+)
+from coordinator.messages import (
+    Open,
+    Send,
+)
+from tests.client.peer import LAYOUT, Peer, drain_until, outcomes
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Connect
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_many_threads_say_much_and_no_frame_is_torn(peer: Peer, connect: Connect) -> None:
+    """Case C40: 8 threads, 10,000 calls each."""
+    rank = connect(peer.control, settings=ClientSettings(queue_items=80_000))
+    rank.wait_ready(10)
+    failures: list[BaseException] = []
+
+    def say(thread: int) -> None:
+        try:
+            for number in range(10_000):
+                rank.send(1 + thread, np.arange(number % 8), aux=number.to_bytes(4, "little"))
+        except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=say, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    eventually(lambda: len(peer.items("prefill")) == 80_000, 60, "all items")
+    assert peer.malformed == 0
+    said: dict[int, int] = dict.fromkeys(range(1, 9), 0)
+    for item in peer.items("prefill"):
+        assert isinstance(item, Send)
+        number = said[item.room]
+        assert item.aux == number.to_bytes(4, "little")
+        assert item.pages == np.arange(number % 8, dtype="<i4").tobytes()
+        said[item.room] += 1
+
+
+def test_an_engine_may_sleep_on_the_descriptor(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    rank.drain()
+    assert select.select([rank], [], [], 0)[0] == []
+    peer.publish("prefill", *outcomes([1]))
+    assert select.select([rank], [], [], 10)[0] == [rank]
+    drain_until(rank, 1)
+    # The head follows when all ranks have the event.
+    eventually(lambda: Head.unpack(rank.head).number == 1, 10, "a stable head")
+    rank.drain()
+    assert select.select([rank], [], [], 0)[0] == []
+
+
+def test_waiting_ends_when_the_time_is_over(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    rank.drain()
+    assert rank.wait(0.01) is False
+
+
+def test_the_death_of_the_thread_is_raised_from_every_call(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    peer.publish("prefill", *outcomes([1]))
+    eventually(lambda: peer.acknowledged("prefill") == 1, 10, "the acknowledgement")
+    # No call does this: an item that cannot be encoded.
+    rank._io.say(0, cast("Open", object()), 1)
+    eventually(lambda: rank.state is RankState.CLOSED, 10, "the thread's death")
+    # What had arrived before is a fact all the same.
+    assert list(rank.drain()) == outcomes([1])
+    for call in (rank.drain, lambda: rank.open(1), rank.refusals, lambda: rank.wait_ready(1)):
+        with pytest.raises(ClosedError, match="the I/O thread of prefill/0 has died of") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_closing_sends_what_is_queued_and_says_goodbye(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    descriptors = _open_files()
+    for room in range(1, 3001):
+        rank.open(room)
+    rank.close()
+    eventually(lambda: peer.byes == 1, 10, "the goodbye")
+    assert len(peer.items("prefill")) == 3000
+    assert rank.state is RankState.CLOSED
+    with pytest.raises(ClosedError, match="prefill/0 was closed by its engine"):
+        rank.open(1)
+    with pytest.raises(ClosedError):
+        rank.drain()
+    rank.close()
+    eventually(lambda: _open_files() < descriptors, 10, "the sockets are closed")
+
+
+def test_closing_without_a_coordinator_takes_no_time(short_dir: Path, connect: Connect) -> None:
+    rank = connect(f"ipc://{short_dir}/nobody")
+    for room in range(1, 5001):
+        rank.open(room)
+    before_s = time.monotonic()
+    rank.close()
+    assert time.monotonic() - before_s < 1
+    assert not rank._io._thread.is_alive()
+
+
+def test_closing_before_a_deaf_coordinator_takes_no_time(peer: Peer, connect: Connect) -> None:
+    """Case C14: it is there, but reads nothing."""
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    peer.deaf = True
+    for room in range(1, 20_001):
+        rank.send(room, [], aux=b"x" * 1000)
+    before_s = time.monotonic()
+    rank.close()
+    assert time.monotonic() - before_s < 2
+
+
+def test_a_rank_that_nobody_refers_to_says_goodbye(peer: Peer) -> None:
+    with KVPool.allocate(LAYOUT, 4) as pool:
+        rank = PrefillRank.connect(peer.control, group="g", rank=0, world_size=1, pool=pool)
+        rank.wait_ready(10)
+        del rank
+        eventually(lambda: peer.byes == 1, 10, "the goodbye")
+
+
+def test_a_forked_child_is_told_to_connect_anew(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            rank.open(1)
+        except ClosedError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    rank.open(2)
+    eventually(lambda: peer.items("prefill") == [Open(2, 0)], 10, "the parent's item")
