@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,22 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend-options", default="{}", help="options of that backend, as JSON")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test that takes a ``rig`` on each backend."""
-    if "rig" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", "nixl"]
-        metafunc.parametrize("rig", [_named(name) for name in names], indirect=True, scope="module")
-
-
-def _named(name: str) -> object:
-    """Return the parameter for a backend, marked when it needs a wheel."""
-    if name != "nixl":
-        return name
-    missing = not any(find_spec(package) for package in ("nixl_cu12", "nixl_cu13", "nixl"))
-    marks = [pytest.mark.nixl, pytest.mark.skipif(missing, reason="the nixl wheel is not installed")]
-    return pytest.param(name, marks=marks)
-
-
 @pytest.fixture(autouse=True)
 def engine_environment() -> Iterator[None]:
     """Undo what a native engine's options do to the environment of this process."""
@@ -55,7 +38,7 @@ def engine_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    """How to drive the backend under test."""
+    """How to drive the backend under test; ``test_contract`` names the backends."""
     options = json.loads(request.config.getoption("--backend-options", default="{}"))
     return make_rig(request.param, options, tmp_path_factory.mktemp("rig"))
 

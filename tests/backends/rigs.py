@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ BLOCK_BYTES = 4096
 LARGE_BYTES = 40 << 20
 #: How long a test waits for what must come.
 PATIENCE_S = 20.0
+
+
+HAS_NIXL = any(find_spec(package) for package in ("nixl_cu12", "nixl_cu13", "nixl"))
+#: Marks of a test that needs nixl.
+needs_nixl = (pytest.mark.nixl, pytest.mark.skipif(not HAS_NIXL, reason="the nixl wheel is not installed"))
 
 
 class Peer:

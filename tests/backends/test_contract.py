@@ -28,6 +28,7 @@ from tests.backends.rigs import (
     PATIENCE_S,
     ROOT,
     held_up,
+    needs_nixl,
     plain_grid,
     until_done,
     until_terminal,
@@ -49,6 +50,14 @@ if TYPE_CHECKING:
     MakeSender = Callable[..., Backend]
 
 MIB = 1 << 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run everything here on each backend."""
+    if "rig" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", "nixl"]
+        parameters = [pytest.param(name, marks=needs_nixl if name == "nixl" else ()) for name in names]
+        metafunc.parametrize("rig", parameters, indirect=True, scope="module")
 
 
 def blocks(*numbers: int) -> NDArray[np.int32]:
