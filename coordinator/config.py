@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator import addresses, config_conflicts
+from coordinator import config_conflicts
 from coordinator.config_problems import Problem, explain, without
 from coordinator.errors import ConfigError
 from coordinator.messages import MAX_FRAME_BYTES

@@ -92,13 +92,17 @@ def test_every_shipped_configuration_can_be_used(path: Path) -> None:
     [
         (
             "[handoff]\ndeadline = 60",
-            "handoff.deadline: unknown key; did you mean 'deadline_s'? "
-            + "accepted here: deadline_s, hard_cap_s, stall_s, offer_ttl_s",
+            (
+                "handoff.deadline: unknown key; did you mean 'deadline_s'? "
+                "accepted here: deadline_s, hard_cap_s, stall_s, offer_ttl_s"
+            ),
         ),
         (
             "[handof]\ndeadline_s = 60",
-            "handof: unknown key; did you mean 'handoff'? accepted here: "
-            + "service, listen, backend, handoff, peer, rank, release, limits, log, shutdown, security",
+            (
+                "handof: unknown key; did you mean 'handoff'? accepted here: "
+                "service, listen, backend, handoff, peer, rank, release, limits, log, shutdown, security"
+            ),
         ),
         ("handoff = 3", "handoff: is 3, must be a table of keys"),
         (
