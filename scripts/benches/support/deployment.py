@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +32,11 @@ from scripts.benches.support.pool import tiny_layout
 from scripts.benches.support.rank_process import READY_S, RankSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from coordinator.layout import Layout
     from coordinator.messages import Role
+
+#: Settings of a coordinator, by table of its TOML file.
+Tables = Mapping[str, Mapping[str, object]]
 
 _CONNECT_S: Final = 60.0
 _ENDING_S: Final = 5.0
@@ -82,7 +84,9 @@ class RankHandle:
 
         """
         if not self._attached.poll(timeout_s):
-            message = f"{self.name} has said nothing for {timeout_s:g} s; its last lines:\n{self.child.tail()}"
+            message = (
+                f"{self.name} has said nothing for {timeout_s:g} s; its last lines:\n{self.child.tail()}"
+            )
             raise SimulationError(message)
         try:
             return self._attached.recv()
@@ -127,7 +131,7 @@ class Deployment:
     def __init__(
         self,
         bench: str,
-        tables: Mapping[str, Mapping[str, object]],
+        tables: Tables,
         *,
         backend: str = "loopback",
         import_from: Path | None = None,
@@ -136,7 +140,7 @@ class Deployment:
 
         Args:
             bench: the module whose ``engine`` the ranks run.
-            tables: settings of the coordinator, by table of its TOML file.
+            tables: settings of the coordinator.
             backend: what moves the pages.
             import_from: a directory that all processes find modules in, beside those of this one.
 
@@ -247,7 +251,7 @@ class Deployment:
 
     def _make_environment(self, import_from: Path | None) -> dict[str, str]:
         places = [str(import_from)] if import_from else []
-        places += [place or os.getcwd() for place in sys.path]
+        places += [place or str(Path.cwd()) for place in sys.path]
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(places),

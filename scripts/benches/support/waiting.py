@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,19 +22,17 @@ PAGES: Final = 64
 #: Rooms that are said at once, before the coordinator must have them; the client's queue is bounded.
 _BATCH: Final = 10_000
 _BARRIER_S: Final = 60.0
-#: Rooms beyond this are for barriers.
+#: Rooms from here on are for barriers.
 _BARRIER_ROOM: Final = 1 << 62
 
-_barriers = 0
+_barriers = count()
 
 
 def complete(rank: PrefillRank, rooms: Iterable[int]) -> None:
     """Say that prefill is complete for these rooms; return when the coordinator knows."""
     pages = np.arange(PAGES, dtype=np.int32)
-    said = 0
-    for room in rooms:
+    for said, room in enumerate(rooms, start=1):
         rank.send(room, pages, last=True)
-        said += 1
         if said % _BATCH == 0:
             barrier(rank)
     barrier(rank)
@@ -50,9 +50,8 @@ def barrier(rank: PrefillRank) -> list[Event]:
         TimeoutError: no answer came.
 
     """
-    global _barriers  # noqa: PLW0603 - a room is used once in a process
-    _barriers += 1
-    room = _BARRIER_ROOM + (hash_of(rank) << 32) + _barriers
+    # No other rank's process uses this room, and this one only once.
+    room = _BARRIER_ROOM + (os.getpid() << 32) + next(_barriers)
     rank.open(room)
     rank.cancel(room, "a barrier")
     others: list[Event] = []

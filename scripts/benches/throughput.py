@@ -1,0 +1,103 @@
+"""Handoffs a second, everything on two cores, and what each costs the coordinator."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from coordinator.client import DecodeRank, Outcome, PrefillRank
+from coordinator.messages import Role
+from scripts.benches import at_least, at_most
+from scripts.benches.support.deployment import Deployment
+from scripts.benches.support.process_cost import cpu_s, two_cores
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from scripts.benches import Arguments, Target
+
+TARGETS: Final[dict[str, Target]] = {
+    "tp1_per_s": at_least(3000),
+    "tp8_per_s": at_least(500),
+    "tp8_coordinator_cpu_us": at_most(400),
+}
+
+#: Pages of a handoff.
+PAGES: Final = 4
+#: Handoffs that each rank has begun and not got back.
+TP1_WINDOW: Final = 256
+TP8_WINDOW: Final = 64
+#: An engine's scheduler step; the fastest real ones take some milliseconds.
+STEP_S: Final = 0.002
+_ANSWER_S: Final = 30.0
+
+
+class Sample(NamedTuple):
+    """How far the handoffs are: how many have succeeded so far, by when; monotonic seconds."""
+
+    succeeded: int
+    at_s: float
+
+
+def run(arguments: Arguments) -> dict[str, float]:
+    """Measure.
+
+    Raises:
+        SimulationError: a process failed.
+
+    """
+    warm_s, measured_s = (1.0, 2.0) if arguments.quick else (3.0, 10.0)
+    with two_cores():
+        tp1_per_s, _ = measure(1, TP1_WINDOW, warm_s, measured_s)
+        tp8_per_s, tp8_cpu_us = measure(8, TP8_WINDOW, warm_s, measured_s)
+    return {"tp1_per_s": tp1_per_s, "tp8_per_s": tp8_per_s, "tp8_coordinator_cpu_us": tp8_cpu_us}
+
+
+def measure(world_size: int, window: int, warm_s: float, measured_s: float) -> tuple[float, float]:
+    """Handoffs a second, and microseconds of the coordinator's CPU time for each."""
+    with Deployment(__name__, {}) as deployment:
+        prefill = deployment.start(Role.PREFILL, "prefill", world_size, pages=window * PAGES)
+        decode = deployment.start(Role.DECODE, "decode", world_size, pages=window * PAGES)
+        deployment.wait_ready()
+        for rank in (*prefill, *decode):
+            rank.tell(window)
+        pid = deployment.coordinator.pid
+        samples = []
+        for pause_s in (warm_s, measured_s):
+            time.sleep(pause_s)
+            decode[0].tell("how far?")
+            samples.append((Sample(*decode[0].hear(_ANSWER_S)), cpu_s(pid)))
+    (first, first_cpu_s), (last, last_cpu_s) = samples
+    handoffs = last.succeeded - first.succeeded
+    return handoffs / (last.at_s - first.at_s), 1e6 * (last_cpu_s - first_cpu_s) / handoffs
+
+
+def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
+    """Hand over room after room, as many at a time as there are pages, until the driver hangs up."""
+    window = driver.recv()
+    say = partial(rank.send, last=True) if isinstance(rank, PrefillRank) else rank.offer
+    free = deque(np.arange(slot * PAGES, (slot + 1) * PAGES, dtype=np.int32) for slot in range(window))
+    held: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}
+    room = succeeded = 0
+    while True:
+        while free:
+            # All ranks take the rooms in the same order: 1, 2, 3 ...
+            room += 1
+            held[room] = free.popleft()
+            say(room, held[room])
+        # A step of the engine; and here the driver is heard.
+        if driver.poll(STEP_S):
+            driver.recv()
+            driver.send(Sample(succeeded, time.monotonic()))
+        for event in rank.drain():
+            if not isinstance(event, Outcome):
+                free.append(held.pop(event.room))
+            elif event.failure is None:
+                succeeded += 1
+            else:
+                message = f"room {event.room} has failed: {event.failure}"
+                raise RuntimeError(message)
