@@ -6,8 +6,10 @@ kernel closes the pipe because the owner was killed, the janitor removes the fil
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import select
 import subprocess
 import sys
 import weakref
@@ -18,17 +20,21 @@ from coordinator.errors import PoolError
 from coordinator.worker.memory import new_pool_path
 
 #: A byte on the pipe: the owner has removed the file itself. End of file: the owner is dead.
-#: The signals that ask a whole container to stop come to the janitor before the owner is gone.
+#: The signals that ask a whole container to stop come to the janitor before the owner is gone; it
+#: says when they cannot harm it any more.
 _JANITOR: Final = """
 import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
+os.write(1, b"r")
+os.close(1)
 if not os.read(0, 1):
     try:
         os.unlink(sys.argv[1])
     except OSError:
         pass
 """
+_JANITOR_START_S: Final = 30.0
 _JANITOR_EXIT_S: Final = 5.0
 
 _segments: weakref.WeakSet[Segment] = weakref.WeakSet()
@@ -107,11 +113,11 @@ def _start_janitor(path: str) -> subprocess.Popen[bytes]:
         message = "no pool without a Python interpreter to watch over its file: sys.executable is empty"
         raise PoolError(message)
     try:
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and our own text
+        janitor = subprocess.Popen(  # noqa: S603 - our own interpreter and our own text
             # Isolated and without site: it must start fast and run nothing of the engine's environment.
             [sys.executable, "-I", "-S", "-c", _JANITOR, path],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
             # A key press or a signal to the owner's process group must not end it.
@@ -120,6 +126,16 @@ def _start_janitor(path: str) -> subprocess.Popen[bytes]:
     except OSError as error:
         message = f"the process that watches over {path} cannot be started: {error}"
         raise PoolError(message) from error
+    assert janitor.stdout is not None  # noqa: S101 - it is a pipe, see above
+    with janitor.stdout:
+        poll = select.poll()
+        poll.register(janitor.stdout, select.POLLIN)
+        is_there = poll.poll(_JANITOR_START_S * 1000) and janitor.stdout.read(1)
+    if not is_there:
+        _dismiss(janitor)
+        message = f"the process that watches over {path} ({sys.executable}) does not start"
+        raise PoolError(message)
+    return janitor
 
 
 def _create(path: str, size_bytes: int) -> mmap.mmap:
@@ -136,16 +152,17 @@ def _create(path: str, size_bytes: int) -> mmap.mmap:
 
 
 def _remove(path: str, janitor: subprocess.Popen[bytes], owner: int) -> None:
-    """Remove the file, send the janitor home and wait for it, so that no zombie stays."""
-    if os.getpid() != owner:
-        return
-    Path(path).unlink(missing_ok=True)
-    if janitor.stdin is not None:
-        try:
-            janitor.stdin.write(b"x")
-            janitor.stdin.close()
-        except BrokenPipeError:
-            pass  # It is dead already; so it has nothing left to do.
+    if os.getpid() == owner:
+        Path(path).unlink(missing_ok=True)
+        _dismiss(janitor)
+
+
+def _dismiss(janitor: subprocess.Popen[bytes]) -> None:
+    """Send the janitor home and wait for it, so that no zombie stays."""
+    assert janitor.stdin is not None  # noqa: S101 - it is a pipe, see where it is started
+    # It may have been killed; then it has nothing left to do.
+    with contextlib.suppress(BrokenPipeError), janitor.stdin:
+        janitor.stdin.write(b"x")
     try:
         janitor.wait(_JANITOR_EXIT_S)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,56 @@
+"""Endpoints: the pool registered once, and what a sender needs to reach it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends import registry
+from backends.base import BackendError, BackendUnavailableError, Grid, Part, Region, Status
+from coordinator.client import Endpoint, KVPool
+from coordinator.errors import PoolError
+from tests.client.peer import LAYOUT
+
+
+def test_what_is_written_to_the_endpoint_lands_in_the_pool() -> None:
+    with KVPool.allocate(LAYOUT, 8) as pool, KVPool.allocate(LAYOUT, 8) as source:
+        with Endpoint(pool, backend="loopback") as endpoint:
+            assert (endpoint.pool, endpoint.name) == (pool, "loopback")
+            sender = registry.load("loopback")("sender", {})
+            sender.start(sends=True)
+            sender.register(Region(source.address, source.size_bytes, path=source.path))
+            link = sender.connect("d/0", endpoint.address)
+            grid = Grid(0, 0, 256, 256, 32)
+            source.tensor.view(-1)[256 * 3 : 256 * 4] = 7
+            blocks = np.array([3], np.int32), np.array([9], np.int32)
+            transfer = link.write([Part(grid, blocks[0], grid, blocks[1])])
+            while transfer.poll() is Status.MOVING:
+                pass
+            assert transfer.status is Status.DONE
+            sender.close()
+        assert pool.tensor.view(-1)[256 * 9 : 256 * 10].tolist() == [7] * 256
+        assert int(pool.tensor.count_nonzero()) == 256
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with KVPool.allocate(LAYOUT, 8) as pool, pytest.raises(BackendUnavailableError, match="carrier-pigeon"):
+        Endpoint(pool, backend="carrier-pigeon")
+
+
+def test_a_wrong_option_is_refused() -> None:
+    with KVPool.allocate(LAYOUT, 8) as pool, pytest.raises(BackendError, match="speed"):
+        Endpoint(pool, backend="loopback", options={"speed": 11})
+
+
+def test_a_closed_pool_is_refused() -> None:
+    pool = KVPool.allocate(LAYOUT, 8)
+    pool.close()
+    with pytest.raises(PoolError, match="closed"):
+        Endpoint(pool, backend="loopback")
+
+
+def test_closing_twice_is_fine() -> None:
+    with KVPool.allocate(LAYOUT, 8) as pool:
+        endpoint = Endpoint(pool, backend="loopback")
+        endpoint.close()
+        endpoint.close()
