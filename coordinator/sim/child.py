@@ -1,12 +1,11 @@
-"""A child process: started, watched, stopped, ended within bounds, with its last words at hand."""
+"""A child process: watched, stopped, ended within bounds, with its last words at hand."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
-from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from coordinator.sim.errors import SimulationError
 
@@ -20,6 +19,23 @@ _TAIL_LINES: Final = 12
 _KILL_S: Final = 10.0
 
 
+class Process(Protocol):
+    """What is needed of a process; ``subprocess.Popen`` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit status, negative for a signal; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit status; raises ``subprocess.TimeoutExpired``."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+
+
 class _Ending(Enum):
     """Which end of a child is no error."""
 
@@ -29,41 +45,14 @@ class _Ending(Enum):
 
 
 class Child:
-    """One process. Its stdin stays open: the child ends when it is closed, for then we are gone."""
+    """One process and its output."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-        first_line: bytes = b"",
-    ) -> None:
-        """Start it; output goes to ``log``, ``first_line`` to its stdin.
-
-        Raises:
-            SimulationError: it cannot be started.
-
-        """
+    def __init__(self, name: str, process: Process, log: Path) -> None:
+        """Watch over ``process``, whose output goes to ``log``."""
         self.name = name
+        self._process = process
         self._log = log
         self._accepts = _Ending.NONE
-        try:
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(  # noqa: S603 - the command is ours, there is no shell
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=dict(environment),
-                    # Ctrl-C is for the driver: it ends its children in good order.
-                    process_group=0,
-                )
-        except OSError as error:
-            message = f"{name} cannot be started ({command[0]}): {error}"
-            raise SimulationError(message) from error
-        if first_line:
-            self._write(first_line)
 
     @property
     def pid(self) -> int:
@@ -99,11 +88,6 @@ class Child:
             return f"    (no output: {error})"
         return "\n".join(f"    {line}" for line in lines) or "    (no output)"
 
-    def kill(self) -> None:
-        """SIGKILL, at once; ``join`` waits for the end."""
-        self._accepts = _Ending.ANY
-        self._process.kill()
-
     def stop(self) -> None:
         """SIGSTOP: it stands still until ``cont``."""
         self._process.send_signal(signal.SIGSTOP)
@@ -116,10 +100,15 @@ class Child:
         """From now on it may end by itself, with exit status 0."""
         self._accepts = _Ending.CLEAN
 
+    def kill(self) -> None:
+        """SIGKILL, at once; ``join`` waits for the end."""
+        self._accepts = _Ending.ANY
+        self._process.send_signal(signal.SIGKILL)
+
     def terminate(self) -> None:
         """SIGTERM, at once; ``join`` waits for the end."""
         self._accepts = _Ending.ANY
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def join(self, timeout_s: float) -> int:
         """Wait for its end, with SIGKILL after ``timeout_s``; the exit status, negative for a signal.
@@ -132,30 +121,41 @@ class Child:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            return self._wait_for_sigkill()
-        finally:
-            self._close_stdin()
-
-    def _wait_for_sigkill(self) -> int:
         try:
             return self._process.wait(_KILL_S)
         except subprocess.TimeoutExpired:
             message = f"{self.name} (pid {self.pid}) does not end, not even after SIGKILL"
             raise SimulationError(message) from None
 
-    def _write(self, line: bytes) -> None:
-        stdin = self._process.stdin
-        if stdin is None:
-            return
-        # A child that has ended already is reported by check().
-        with suppress(BrokenPipeError):
-            stdin.write(line)
-            stdin.flush()
 
-    def _close_stdin(self) -> None:
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+def start(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a program; what it writes to stderr, and to stdout if nothing else is said, goes to ``log``.
+
+    Raises:
+        SimulationError: it cannot be started.
+
+    """
+    with log.open("ab") as output:
+        try:
+            return subprocess.Popen(  # noqa: S603 - the command is ours, there is no shell
+                command,
+                stdin=stdin,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                env=dict(environment),
+                # Ctrl-C is for the driver: it ends its children in good order.
+                process_group=0,
+            )
+        except OSError as error:
+            message = f"{command[0]} cannot be started: {error}"
+            raise SimulationError(message) from error
 
 
 def _ending(code: int) -> str:

@@ -30,6 +30,7 @@ from coordinator.sim.book import Book, Party
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.engine import Sabotage
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.forks import ForkServer
 from coordinator.sim.group import EngineGroup
 from coordinator.sim.settings import RankSettings
 from coordinator.sim.wire import Ready, decode_reports, encode
@@ -116,6 +117,8 @@ class Cluster:
             self._socket.bind(self._reports_address)
             self.coordinator = CoordinatorProcess(self.directory, self._config(), self._environment)
             self._cleanup.callback(self.coordinator.end)
+            self._server = ForkServer(self.directory, self._environment)
+            self._cleanup.callback(self._server.close)
             self.coordinator.start()
         except BaseException:
             self._cleanup.close()
@@ -153,7 +156,7 @@ class Cluster:
             sabotage=self.options.sabotage.get(name, Sabotage.NONE),
             sabotage_rank=world_size - 1,
         )
-        group = EngineGroup(settings, self._environment, self.directory, self._send, self.book.lose)
+        group = EngineGroup(settings, self._server, self._send, self.book.lose)
         self.groups[name] = group
         self._cleanup.callback(group.join, 0)
         group.start()

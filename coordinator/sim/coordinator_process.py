@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from coordinator.sim.child import Child
+from coordinator.sim.child import Child, start
 from coordinator.sim.errors import SimulationError
 from coordinator.sim.toml import to_toml
 
@@ -51,12 +52,10 @@ class CoordinatorProcess:
         if self._child is not None and self._child.alive:
             message = f"the coordinator (pid {self._child.pid}) runs already"
             raise SimulationError(message)
-        self._child = Child(
-            name="coordinator",
-            command=(sys.executable, "-m", "coordinator", "serve", "--config", str(self.config_path)),
-            log=self.log_path,
-            environment=self._environment,
-        )
+        command = (sys.executable, "-m", "coordinator.sim.leash", str(os.getpid()))
+        arguments = ("serve", "--config", str(self.config_path))
+        process = start((*command, *arguments), self.log_path, self._environment)
+        self._child = Child("coordinator", process, self.log_path)
 
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from coordinator.sim.book import Party
-from coordinator.sim.child import Child
 from coordinator.sim.errors import SimulationError
 from coordinator.sim.wire import Cancel, Finish, Submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
+    from coordinator.sim.child import Child
+    from coordinator.sim.forks import ForkServer
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import Command, Ready, Request
 
@@ -30,8 +29,7 @@ class EngineGroup:
     def __init__(
         self,
         settings: RankSettings,
-        environment: Mapping[str, str],
-        logs: Path,
+        server: ForkServer,
         send: Callable[[Party, Command], None],
         lost: Callable[[Party, Sequence[int]], None],
     ) -> None:
@@ -43,8 +41,7 @@ class EngineGroup:
         self.ready: dict[int, Ready] = {}
         self.children: list[Child] = []
         self._settings = settings
-        self._environment = environment
-        self._logs = logs
+        self._server = server
         self._send = send
         self._lost = lost
 
@@ -121,10 +118,4 @@ class EngineGroup:
 
     def _spawn(self, rank: int) -> Child:
         settings = msgspec.structs.replace(self._settings, rank=rank, incarnation=self.incarnation)
-        return Child(
-            name=f"{self.name} rank {rank}",
-            command=(sys.executable, "-m", "coordinator.sim.rank"),
-            log=self._logs / f"{self.name}-{self.incarnation}-{rank}.log",
-            environment=self._environment,
-            first_line=msgspec.json.encode(settings) + b"\n",
-        )
+        return self._server.start(settings)

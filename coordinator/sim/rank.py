@@ -1,7 +1,6 @@
-"""The process of one simulated rank: ``python -m coordinator.sim.rank``, settings on stdin.
+"""The process of one simulated rank, which the fork server has started.
 
-Rank 0 decides the steps, the others follow. It ends when its engine is told to, when something
-fails, or when stdin is closed: then the driver is gone.
+Rank 0 decides the steps, the others follow. It ends when its engine is told to, or when something fails.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from coordinator.errors import CoordinatorError
 from coordinator.messages import Role
 from coordinator.sim.decode import DecodeEngine
 from coordinator.sim.engine import Sabotage
-from coordinator.sim.errors import LockstepError, SimulationError
+from coordinator.sim.errors import SimulationError
 from coordinator.sim.lockstep import HEARTBEAT_S, StepReceiver, StepSender, step_address
 from coordinator.sim.pattern import words_of
 from coordinator.sim.prefill import PrefillEngine
-from coordinator.sim.settings import RankSettings, parse
 from coordinator.sim.wire import Cancel, Finish, Ready, Reports, Step, Submit, decode_command, encode
 
 if TYPE_CHECKING:
     from coordinator.sim.engine import Engine
+    from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import Command, Report
 
 _LINGER_S: Final = 5.0
@@ -79,11 +78,10 @@ class Mailbox:
         self._context.destroy(round(_LINGER_S * 1000))
 
 
-def main() -> int:
+def run(settings: RankSettings) -> int:
     """Run one rank; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
-        settings = parse(sys.stdin.buffer.readline())
         with ExitStack() as cleanup:
             _run(settings, cleanup)
     except (CoordinatorError, BackendError) as error:
@@ -111,7 +109,7 @@ def _run(settings: RankSettings, cleanup: ExitStack) -> None:
         sender = cleanup.enter_context(StepSender(addresses, settings.step_timeout_s))
         _lead(engine, client, mailbox, sender, settings.step_s)
     else:
-        _follow(engine, mailbox, follower, settings.step_timeout_s)
+        _follow(engine, mailbox, follower)
 
 
 def _connect(
@@ -153,15 +151,13 @@ def _lead(
     poller = zmq.Poller()
     poller.register(mailbox.socket, zmq.POLLIN)
     poller.register(client.fileno(), zmq.POLLIN)
-    poller.register(sys.stdin.fileno(), zmq.POLLIN)
     number, stepped_s = 0, time.monotonic()
     while True:
         if engine.busy:
             # A forward pass: nothing is looked at before it is over.
             time.sleep(max(0.0, stepped_s + step_s - time.monotonic()))
         timeout_s = 0.0 if engine.busy else max(0.0, stepped_s + HEARTBEAT_S - time.monotonic())
-        ready = dict(poller.poll(round(timeout_s * 1000)))
-        _check_driver(ready)
+        poller.poll(round(timeout_s * 1000))
         number, stepped_s = number + 1, time.monotonic()
         step = _make_step(number, client.head, mailbox.commands())
         sender.send(step)
@@ -183,28 +179,10 @@ def _make_step(number: int, head: bytes, commands: list[Command]) -> Step:
     return step
 
 
-def _follow(engine: Engine, mailbox: Mailbox, receiver: StepReceiver, timeout_s: float) -> None:
+def _follow(engine: Engine, mailbox: Mailbox, receiver: StepReceiver) -> None:
     """Apply rank 0's steps, until the last one."""
-    poller = zmq.Poller()
-    poller.register(receiver.socket, zmq.POLLIN)
-    poller.register(sys.stdin.fileno(), zmq.POLLIN)
     while True:
-        ready = dict(poller.poll(round(timeout_s * 1000)))
-        _check_driver(ready)
-        if not ready:
-            message = f"no step from rank 0 for {timeout_s:g} s"
-            raise LockstepError(message)
         step = receiver.receive()
         mailbox.report(engine.apply(step))
         if step.last:
             return
-
-
-def _check_driver(ready: dict[object, int]) -> None:
-    if sys.stdin.fileno() in ready:
-        message = "the driver is gone: stdin was closed"
-        raise SimulationError(message)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

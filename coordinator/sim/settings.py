@@ -1,4 +1,4 @@
-"""What a simulated rank is told when it starts, as one line of JSON on its stdin."""
+"""What a simulated rank is told when it starts, and how it is started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import msgspec
 from coordinator.layout import Layout
 from coordinator.messages import Role
 from coordinator.sim.engine import Sabotage
-from coordinator.sim.errors import SimulationError
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,15 +57,22 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.group}#{self.incarnation}/{self.rank}"
 
 
-def parse(line: bytes) -> RankSettings:
-    """Read the settings.
+class Fork(msgspec.Struct, frozen=True):
+    """To the fork server: start a rank, with this file for its output and this environment."""
 
-    Raises:
-        SimulationError: the line is not what ``RankSettings`` describes.
+    log: str
+    environment: dict[str, str]
+    settings: RankSettings
 
-    """
-    try:
-        return msgspec.json.decode(line, type=RankSettings)
-    except msgspec.MsgspecError as error:
-        message = f"the settings on stdin cannot be used: {error}"
-        raise SimulationError(message) from error
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    """From the fork server: the answer to a ``Fork``."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """From the fork server: a rank has ended; ``code`` is its exit status, negative for a signal."""
+
+    pid: int
+    code: int
