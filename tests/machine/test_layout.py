@@ -1,0 +1,161 @@
+"""The geometry of a pool, against references that count value by value."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.errors import LayoutError
+from coordinator.layout import DTYPE_BYTES, Layout, legs, mismatches
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+FINE = Layout(layers=4, page_tokens=16, kv_heads=8, head_size=128, dtype="bfloat16")
+
+
+def layouts(most: int = 4) -> SearchStrategy[Layout]:
+    size = st.integers(1, most)
+    return st.builds(
+        Layout,
+        layers=size,
+        page_tokens=size,
+        kv_heads=size,
+        head_size=size,
+        dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+        kv=st.sampled_from(["apart", "together"]),
+    )
+
+
+def values_of_a_rank(layout: Layout, pages: int, world_size: int) -> list[tuple[int, ...]]:
+    """Every value in one rank's pool, named: layer, K or V, page, token, head, place in the head."""
+    return list(
+        itertools.product(
+            range(layout.layers),
+            range(2),
+            range(pages),
+            range(layout.page_tokens),
+            [head for head in range(layout.kv_heads) if head % world_size == 0],
+            range(layout.head_size),
+        )
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts(), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_bytes_of_a_pool_and_a_page(layout: Layout, pages: int, world_size: int) -> None:
+    layout = Layout(
+        layout.layers, layout.page_tokens, layout.kv_heads * world_size, layout.head_size,
+        layout.dtype, layout.kv,
+    )  # fmt: skip
+    layout.check(world_size)
+    values = values_of_a_rank(layout, pages, world_size)
+    width = DTYPE_BYTES[layout.dtype]
+    assert layout.pool_bytes(pages, world_size) == len(values) * width
+    named = 2 if layout.kv == "apart" else 1  # by how much of a value's name its plane is known
+    assert layout.planes == len({value[:named] for value in values_of_a_rank(layout, 1, world_size)})
+    page_of_a_plane = [value for value in values if value[2] == 0 and value[:named] == values[0][:named]]
+    if pages:
+        assert layout.page_bytes(world_size) == len(page_of_a_plane) * width
+
+
+def test_a_known_model_by_hand() -> None:
+    # 4 layers, K and V; 16 tokens of 8 / 2 heads of 128 values of 2 bytes
+    assert FINE.planes == 8
+    assert FINE.page_bytes(2) == 16 * 4 * 128 * 2 == 16384
+    assert FINE.pool_bytes(1000, 2) == 8 * 1000 * 16384
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8"])
+def test_widths_are_those_of_numpy(dtype: str) -> None:
+    assert DTYPE_BYTES[dtype] == np.dtype(dtype).itemsize
+
+
+def test_a_sound_layout_passes() -> None:
+    FINE.check(1)
+    FINE.check(8)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**20 + 1])
+@pytest.mark.parametrize("field", ["layers", "page_tokens", "kv_heads", "head_size"])
+def test_a_size_out_of_bounds_is_named(field: str, value: int) -> None:
+    with pytest.raises(LayoutError) as caught:
+        changed(**{field: value}).check(1)
+    assert str(caught.value) == f"{field} is {value}, must be from 1 to 2**20"
+
+
+def test_all_mistakes_come_at_once() -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout(0, 16, 8, -5, "float12").check(1)
+    text = str(caught.value)
+    assert "layers is 0" in text
+    assert "head_size is -5" in text
+    assert "dtype is 'float12', must be one of float32, float16, bfloat16" in text
+    assert "page_tokens" not in text
+
+
+def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by world_size 3"):
+        FINE.check(3)
+    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by world_size 16"):
+        FINE.check(16)
+
+
+CHANGES: dict[str, Any] = {
+    "layers": 5,
+    "page_tokens": 32,
+    "kv_heads": 16,
+    "head_size": 64,
+    "dtype": "float16",
+    "kv": "together",
+}
+
+
+def changed(**fields: Any) -> Layout:  # noqa: ANN401 - the fields are of several types
+    return msgspec.structs.replace(FINE, **fields)
+
+
+def test_layouts_that_fit_have_no_mismatch() -> None:
+    assert mismatches(FINE, 2, changed(), 2) == []
+
+
+def test_every_field_is_compared() -> None:
+    assert tuple(CHANGES) == Layout.__struct_fields__
+
+
+@given(st.sets(st.sampled_from(list(CHANGES))), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_mismatches_are_named_all_at_once_with_both_values(
+    fields: set[str], prefill_world: int, decode_world: int
+) -> None:
+    """Case C47: the text names the field and both values."""
+    other = changed(**{field: CHANGES[field] for field in fields})
+    expected = [
+        f"{field}: prefill has {getattr(FINE, field)!r}, decode has {CHANGES[field]!r}"
+        for field in Layout.__struct_fields__
+        if field in fields
+    ]
+    found = mismatches(FINE, prefill_world, other, decode_world)
+    assert found[: len(expected)] == expected
+    rest = found[len(expected) :]
+    if prefill_world == decode_world:
+        assert rest == []
+    else:
+        assert len(rest) == 1
+        assert f"world_size: prefill has {prefill_world}, decode has {decode_world}" in rest[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_equal_groups_pair_rank_by_rank(world_size: int) -> None:
+    pairs = legs(world_size, world_size)
+    assert list(pairs) == [(rank, rank) for rank in range(world_size)]
+
+
+def test_unequal_groups_cannot_be_paired() -> None:
+    with pytest.raises(LayoutError, match="prefill has 4 ranks, decode has 1"):
+        legs(4, 1)
