@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from coordinator.sim.child import Child
+from coordinator.sim.child import Child, start
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.errors import SimulationError
 from scripts.benches.support.pool import tiny_layout
@@ -56,8 +56,9 @@ class RankHandle:
         """
         self.name = f"{settings.group}/{settings.rank}"
         log = directory / f"{settings.group}-{settings.rank}.log"
-        command = (sys.executable, "-m", "scripts.benches.support.rank_process")
-        self.child = Child(self.name, command, log, environment, msgspec.json.encode(settings) + b"\n")
+        arguments = (str(os.getpid()), msgspec.json.encode(settings).decode())
+        command = (sys.executable, "-m", "scripts.benches.support.rank_process", *arguments)
+        self.child = Child(self.name, start(command, log, environment), log)
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:

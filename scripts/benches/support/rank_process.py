@@ -1,8 +1,8 @@
-"""The process of one rank in a bench: ``python -m``, settings on stdin.
+"""The process of one rank in a bench: ``python -m``, with its parent's pid and its settings.
 
 It joins the coordinator and then runs ``engine(rank, driver)`` of the bench's module: what the rank
-does there, told by and telling the driver over ``driver``. It ends when that returns, or when the
-driver is gone.
+does there, told by and telling the driver over ``driver``. It ends when that returns, when the driver
+hangs up, or when the driver has ended.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import msgspec
 
 from coordinator.client import ClientSettings, DecodeRank, Endpoint, Layout, PrefillRank
 from coordinator.messages import Role
+from coordinator.sim import leash
 from scripts.benches.support.pool import lean_pool
 
 READY_S: Final = 60.0
 
 
 class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank, as one line of JSON.
+    """One rank, as JSON.
 
     Attributes:
         bench: the module whose ``engine`` is run.
@@ -56,7 +57,9 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def main() -> None:
     """Run one rank."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSettings)
+    parent, text = sys.argv[1:]
+    leash.follow(int(parent))
+    settings = msgspec.json.decode(text, type=RankSettings)
     engine = import_module(settings.bench).engine
     with ExitStack() as cleanup:
         driver = cleanup.enter_context(_connect_driver(settings.driver))

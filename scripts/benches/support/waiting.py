@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from coordinator.client import Outcome
+from coordinator.client import Outcome, PrefillRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.client import PrefillRank
+    from coordinator.client import DecodeRank
     from coordinator.messages import Event
 
 #: Pages that each room names: a prompt of 1,024 tokens in pages of 16.
@@ -38,10 +38,10 @@ def complete(rank: PrefillRank, rooms: Iterable[int]) -> None:
     barrier(rank)
 
 
-def barrier(rank: PrefillRank) -> list[Event]:
+def barrier(rank: PrefillRank | DecodeRank) -> list[Event]:
     """Wait until the coordinator has taken everything that this rank has said before.
 
-    A room that is opened and given up at once is answered, behind everything else.
+    A room that is begun and given up at once is answered, behind everything else.
 
     Returns:
         events of other rooms that have come meanwhile.
@@ -52,7 +52,10 @@ def barrier(rank: PrefillRank) -> list[Event]:
     """
     # No other rank's process uses this room, and this one only once.
     room = _BARRIER_ROOM + (os.getpid() << 32) + next(_barriers)
-    rank.open(room)
+    if isinstance(rank, PrefillRank):
+        rank.open(room)
+    else:
+        rank.offer(room, [])
     rank.cancel(room, "a barrier")
     others: list[Event] = []
     deadline_s = time.monotonic() + _BARRIER_S
