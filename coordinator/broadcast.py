@@ -54,6 +54,11 @@ class GroupLog:
         # From the tail: what is asked for is nearly always the newest few.
         return [self._events[-index] for index in range(count, 0, -1)]
 
+    def restore(self, head: int, events: list[Event]) -> None:
+        """Go on where another coordinator ended: at ``head``, of which ``events`` are the last."""
+        self.head = head
+        self._events = deque(events)
+
     def trim(self, through: int) -> None:
         """Drop the events up to and including ``through``."""
         for _ in range(min(through - self.first + 1, len(self._events))):

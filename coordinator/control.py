@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from coordinator.groups import Group
     from coordinator.membership import Membership
     from coordinator.metrics import Counters
+    from coordinator.reattach import Reattach
     from coordinator.rooms import Rooms
     from coordinator.transfers import Transfers
 
@@ -62,8 +63,9 @@ class Control:
         broadcaster: Broadcaster,
         counters: Counters,
     ) -> None:
-        """Start with no session; ``channel`` and ``outcomes`` are set before the first frame."""
+        """Start with no session; ``channel``, ``reattach`` and ``outcomes`` are set before any frame."""
         self.channel: Channel
+        self.reattach: Reattach
         self.outcomes: dict[str, str] = {}
         self._config = config
         self._epoch = epoch
@@ -113,11 +115,18 @@ class Control:
     # Ranks
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
-        answer = self._membership.hello(hello, identity, self._epoch)
-        if isinstance(answer, Refused):
-            self._answer(identity, answer)
+        if hello.epoch not in {0, self._epoch} and hello.memory is None:
+            self._answer(identity, WhoAreYou(self._epoch))
+        elif hello.epoch not in {0, self._epoch} or self.reattach.awaits(hello):
+            self.reattach.hello(hello, identity)
+        else:
+            self.answer_hello(hello, identity, self._membership.hello(hello, identity, self._epoch))
+
+    def answer_hello(self, hello: Hello, identity: bytes, rank: Rank | Refused) -> None:
+        """Welcome a rank that has its place, or refuse it."""
+        if isinstance(rank, Refused):
+            self._answer(identity, rank)
             return
-        rank = answer
         self._sessions[identity] = rank
         group = rank.group
         outcomes = self.outcomes.get(hello.transport) or next(iter(self.outcomes.values()))

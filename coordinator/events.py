@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from coordinator.messages import Role
 from coordinator.reasons import Failure
+
+#: Number of the move that stands for all moves of a former coordinator.
+INHERITED: Final = -1
 
 
 class State(StrEnum):
@@ -90,6 +94,10 @@ class Paired(msgspec.Struct, frozen=True):
     pairing: Pairing
 
 
+class Inherited(msgspec.Struct, frozen=True):
+    """A former coordinator had this handoff: its moves may still be under way at both ends."""
+
+
 class Moved(msgspec.Struct, frozen=True):
     """All bytes of a move are in place, and both ends of it are quiet."""
 
@@ -118,7 +126,7 @@ class Aborted(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-Event = Opened | Sent | Offered | Extended | Paired | Moved | MoveFailed | MoveQuiet | Aborted
+Event = Opened | Sent | Offered | Extended | Paired | Inherited | Moved | MoveFailed | MoveQuiet | Aborted
 
 
 # --- effects ---------------------------------------------------------------------------------

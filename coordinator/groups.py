@@ -75,6 +75,7 @@ class Group:
         published: events up to here have been broadcast.
         ended: rooms whose verdict some rank has not drained yet -> the number of that verdict.
         handoffs: the handoffs in flight that this group takes part in.
+        origin: the epoch that it was restored from and that epoch's head; (0, 0) when it was not.
 
     """
 
@@ -95,6 +96,7 @@ class Group:
         self.ready = False
         self.ended: dict[int, int] = {}
         self.handoffs: set[Handoff] = set()
+        self.origin = (0, 0)
 
     @property
     def live(self) -> list[Rank]:

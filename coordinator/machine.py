@@ -29,6 +29,7 @@ import msgspec
 
 from coordinator.errors import InvalidTransitionError
 from coordinator.events import (
+    INHERITED,
     Aborted,
     AllMoving,
     Conclude,
@@ -36,6 +37,7 @@ from coordinator.events import (
     Event,
     ExtendClock,
     Extended,
+    Inherited,
     Late,
     Leg,
     Moved,
@@ -150,7 +152,9 @@ class HandoffMachine:
 
     def missing(self, prefill: str = "prefill", decode: str = "decode") -> str:
         """Say what a handoff that is not over still waits for."""
-        return self._legs.missing(prefill, decode, {move.leg for move in self._moves.values()})
+        return self._legs.missing(
+            prefill, decode, {move.leg for number, move in self._moves.items() if number != INHERITED}
+        )
 
     def validate(self) -> None:
         """Assert every invariant; called after each step of each test.
@@ -204,6 +208,10 @@ class HandoffMachine:
             message = f"room {self.room} attempt {self.attempt} is paired already"
             raise InvalidTransitionError(message)
         return self._advance([], self._legs.pair(event.pairing))
+
+    def _inherited(self, _event: Inherited) -> list[Effect]:
+        self._moves[INHERITED] = _Move((INHERITED, INHERITED))
+        return []
 
     def _extended(self, _event: Extended) -> list[Effect]:
         return []
@@ -325,7 +333,8 @@ class HandoffMachine:
 
 #: What each state does with each event. Terminal rows are explicit; a pair that stands nowhere is
 #: a bug of the caller: in MOVING both groups are known, so ``Paired`` cannot come again; a move
-#: is given up only by the verdict, so ``MoveQuiet`` cannot come before it.
+#: is given up only by the verdict, so ``MoveQuiet`` cannot come before it; what a former coordinator
+#: left is taken over before anything else happens, so ``Inherited`` comes in OPEN alone.
 TABLE: Final[dict[State, dict[type[Event], str]]] = {
     State.OPEN: {
         Opened: "_opened",
@@ -333,6 +342,7 @@ TABLE: Final[dict[State, dict[type[Event], str]]] = {
         Offered: "_offered",
         Extended: "_extended",
         Paired: "_paired",
+        Inherited: "_inherited",
         Moved: "_moved",
         MoveFailed: "_move_failed",
         Aborted: "_aborted",
@@ -357,7 +367,7 @@ TABLE: Final[dict[State, dict[type[Event], str]]] = {
         Aborted: "_aborted",
     },
     State.SUCCEEDED: dict.fromkeys(
-        (Opened, Sent, Offered, Extended, Paired, Moved, MoveFailed, MoveQuiet, Aborted), "_late"
+        (Opened, Sent, Offered, Extended, Paired, Inherited, Moved, MoveFailed, MoveQuiet, Aborted), "_late"
     ),
     State.FAILED: {
         Opened: "_late",
@@ -365,6 +375,7 @@ TABLE: Final[dict[State, dict[type[Event], str]]] = {
         Offered: "_late",
         Extended: "_late",
         Paired: "_late",
+        Inherited: "_late",
         Moved: "_moved_late",
         MoveFailed: "_move_failed_late",
         MoveQuiet: "_quieted",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: The holder of a contested place has this many heartbeats to show that it is alive.
 CONTEST_HEARTBEATS: Final = 3
 #: Only files of this form are ever mapped on a rank's word.
-POOL_PATH: Final = re.compile(r"^/dev/shm/kv-coordinator-[A-Za-z0-9_.-]{1,200}$")
+POOL_PATH: Final = re.compile(r"/dev/shm/kv-coordinator-[A-Za-z0-9_.-]{1,200}")  # noqa: S108 - a rule for names, not a file
 
 _log = get_logger()
 
@@ -64,15 +64,13 @@ class Membership:
 
     def hello(self, hello: Hello, identity: bytes, epoch: int) -> Rank | Refused:
         """Give a rank its place, or say why it cannot have it."""
-        problem = self._unusable(hello)
+        problem = self.unusable(hello)
         if problem is not None:
-            return self._refused(hello, "hello", problem, fatal=True)
-        group = self.groups.get(hello.group)
+            return self.refused(hello, "hello", problem, fatal=True)
+        group = self.found(hello)
         if group is None:
-            if len(self.groups) >= self._config.limits.max_groups:
-                bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
-                return self._refused(hello, "full", bound, fatal=False)
-            group = self.groups[hello.group] = Group(hello)
+            bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
+            return self.refused(hello, "full", bound, fatal=False)
         holder = group.ranks[hello.rank]
         if holder is not None and holder.hello.instance == hello.instance:
             return self._returned(holder, hello, identity, epoch)
@@ -80,7 +78,16 @@ class Membership:
             refusal = self._contest(holder, hello)
             if refusal is not None:
                 return refusal
-        return self._placed(group, holder, hello, identity)
+        # A late joiner gets everything that was kept for it; who takes a place, what is not common yet.
+        have = group.log.first - 1 if holder is None else group.stable
+        return self.place(group, hello, identity, have)
+
+    def found(self, hello: Hello) -> Group | None:
+        """The hello's group, which is made when there is none; None when there are too many."""
+        group = self.groups.get(hello.group)
+        if group is None and len(self.groups) < self._config.limits.max_groups:
+            group = self.groups[hello.group] = Group(hello)
+        return group
 
     def sign(self, rank: Rank) -> None:
         """Note a sign of life."""
@@ -127,15 +134,16 @@ class Membership:
 
     # Taking a place
 
-    def _placed(self, group: Group, holder: Rank | None, hello: Hello, identity: bytes) -> Rank:
-        loop = asyncio.get_running_loop()
-        if holder is None:
-            have = group.log.first - 1  # a late joiner gets everything that was kept for it
-        else:
-            have = group.stable
+    def place(self, group: Group, hello: Hello, identity: bytes, have: int) -> Rank:
+        """Give a rank its place, whoever held it; it has its group's events up to ``have``."""
+        holder = group.ranks[hello.rank]
+        if holder is not None:
             self.lose(holder, Reason.PEER_RESTARTED, "its place was taken by a new process", gone=True)
             self.groups[group.name] = group
-        rank = group.ranks[hello.rank] = Rank(group, hello, identity, have, loop.time())
+        rank = Rank(group, hello, identity, have, asyncio.get_running_loop().time())
+        group.ranks[hello.rank] = rank
+        if hello.memory is not None:
+            rank.applied = 0  # until it tells
         rank.received = hello.confirmed
         self._silence.sign(rank)
         self._watch(rank)
@@ -152,7 +160,7 @@ class Membership:
             rank.acknowledged = max(rank.acknowledged, min(hello.acknowledged, rank.group.log.head))
         if rank.acknowledged < rank.group.log.first - 1:
             message = f"{rank.name} missed events that are not kept any more; restart it"
-            return self._refused(hello, "behind", message, fatal=True)
+            return self.refused(hello, "behind", message, fatal=True)
         rank.identity = identity
         if rank.alive:
             self.sign(rank)
@@ -181,7 +189,7 @@ class Membership:
                 f"rank {holder.number} of {holder.group.name} is taken by pid {holder.hello.process.pid}, "
                 "which is alive; is the same rank started twice, or do two engines share a group name?"
             )
-            return self._refused(hello, "taken", message, fatal=True)
+            return self.refused(hello, "taken", message, fatal=True)
         if now_s - since_s >= CONTEST_HEARTBEATS * heartbeat_s:
             return None
         message = (
@@ -189,7 +197,7 @@ class Membership:
         )
         return Refused("contested", message)
 
-    def _unusable(self, hello: Hello) -> str | None:
+    def unusable(self, hello: Hello) -> str | None:
         """Say in one sentence why this hello can never be accepted as things are."""
         return (
             self._malformed(hello)
@@ -267,7 +275,8 @@ class Membership:
             problems.append(f"does not fit {group.name}: {pair}")
         return "; ".join(problems) or None
 
-    def _refused(self, hello: Hello, code: str, message: str, *, fatal: bool) -> Refused:
+    def refused(self, hello: Hello, code: str, message: str, *, fatal: bool) -> Refused:
+        """Count and log that a rank cannot have its place; returns what to tell it."""
         self._counters.refused[code] += 1
         _log.warning("rank.refused", rank=f"{hello.group}/{hello.rank}", pid=hello.process.pid, error=message)
         return Refused(code, message, fatal=fatal)
@@ -314,7 +323,7 @@ def _loss(rank: Rank) -> Reason:
 
 def _bad_pool(path: str, size_bytes: int) -> str | None:
     """Say why a pool file must not be mapped. The worker looks again when it opens it."""
-    if not POOL_PATH.match(path):
+    if not POOL_PATH.fullmatch(path):
         return (
             f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared "
             "(a GPU's, a private one, another node's) needs backend.hosting = 'rank'"

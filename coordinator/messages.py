@@ -37,6 +37,9 @@ MAX_AUX_BYTES: Final = 1 << 20
 MAX_NAME: Final = 128
 MAX_WORLD: Final = 1024
 MAX_ITEMS: Final = 1024
+#: How many of its last events a rank remembers for a coordinator that has to start anew.
+MAX_REMEMBERED: Final = 1024
+MAX_HELD: Final = 1 << 18
 #: Default bound of a whole frame: the pages of 512K one-token pages, twice over.
 MAX_FRAME_BYTES: Final = 8 << 20
 
@@ -58,6 +61,33 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+# --- events of a group -------------------------------------------------------------------------
+
+
+class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
+    """The one verdict of a handoff. ``failure`` is None when it succeeded."""
+
+    room: int
+    attempt: int
+    failure: Failure | None = None
+    aux: bytes = b""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether KV and side data are in place on every decode rank."""
+        return self.failure is None
+
+
+class Released(Struct, frozen=True, array_like=True, tag="released"):
+    """This side's pages of the handoff are quiet: they may be used again."""
+
+    room: int
+    attempt: int
+
+
+Event = Outcome | Released
+
+
 # --- rank -> coordinator ---------------------------------------------------------------------
 
 
@@ -77,13 +107,48 @@ class Pool(Struct, frozen=True, array_like=True):
     pages: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
+class Held(Struct, frozen=True, array_like=True):
+    """A room that is in flight as far as a rank knows.
+
+    ``after`` is the number of the last event that its engine had drained when it spoke of the room;
+    ``attempt`` the last attempt of the room of which it has heard the verdict, or 0.
+    """
+
+    room: Room
+    after: Count
+    attempt: Count
+
+
+class Unreleased(Struct, frozen=True, array_like=True):
+    """An attempt of which a rank has heard the verdict, but not the release."""
+
+    room: Room
+    attempt: Count
+
+
+class Memory(Struct, frozen=True, array_like=True):
+    """What a rank knows and a coordinator that starts anew has to learn from it.
+
+    Attributes:
+        events: the last events that the rank has; the last one has the number ``Hello.acknowledged``.
+        held: the rooms that are in flight as far as the rank knows.
+        unreleased: what has a verdict, and pages that were not released.
+
+    """
+
+    events: Annotated[list[Event], Meta(max_length=MAX_REMEMBERED)]
+    held: Annotated[list[Held], Meta(max_length=MAX_HELD)]
+    unreleased: Annotated[list[Unreleased], Meta(max_length=MAX_HELD)]
+
+
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """A rank introduces itself, at first and again after every reconnect.
 
     ``instance`` is drawn at random once per client object. ``epoch`` and ``acknowledged`` are what
     the rank already has (0, 0 at first). ``confirmed`` is up to where its items need not be sent
     again. ``endpoint`` is a decode rank's receiving endpoint. ``transport`` is how it reached us
-    (``ipc``, ``tcp``): it is told an outcomes address of the same kind.
+    (``ipc``, ``tcp``): it is told an outcomes address of the same kind. ``memory`` goes to a
+    coordinator of another epoch, which asks for it with ``WhoAreYou``.
     """
 
     version: int
@@ -101,6 +166,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     acknowledged: Count = 0
     confirmed: Count = 0
     transport: Annotated[str, Meta(max_length=16)] = "ipc"
+    memory: Memory | None = None
 
 
 class Open(Struct, frozen=True, array_like=True, tag="open"):
@@ -299,30 +365,6 @@ class Commands(Struct, frozen=True, array_like=True, tag="commands"):
 # --- coordinator -> rank ---------------------------------------------------------------------
 
 
-class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
-    """The one verdict of a handoff. ``failure`` is None when it succeeded."""
-
-    room: int
-    attempt: int
-    failure: Failure | None = None
-    aux: bytes = b""
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether KV and side data are in place on every decode rank."""
-        return self.failure is None
-
-
-class Released(Struct, frozen=True, array_like=True, tag="released"):
-    """This side's pages of the handoff are quiet: they may be used again."""
-
-    room: int
-    attempt: int
-
-
-Event = Outcome | Released
-
-
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     """The answer to ``Hello``.
 
@@ -359,7 +401,10 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="who"):
-    """The coordinator does not know the sender (it was restarted, or the rank was lost): say Hello."""
+    """The coordinator does not know the sender (it was restarted, or the rank was lost): say Hello.
+
+    A rank that comes from another epoch says it with its ``memory``.
+    """
 
     epoch: int
 

@@ -50,8 +50,8 @@ REMEMBERED: Final = 16384
 _log = get_logger()
 
 
-class _Ended(msgspec.Struct):
-    """The last attempt of a room; ``unaware`` is the side that took no part in it, if any."""
+class Ended(msgspec.Struct):
+    """The last attempt of a room; ``unaware`` is the side that has not heard of its verdict, if any."""
 
     attempt: int
     failure: Failure | None
@@ -80,11 +80,13 @@ class Rooms:
         self.draining = False
         self.releases: Releases
         self.overflowed: Callable[[Group], None]
+        self.met: Callable[[Handoff], None] = lambda _: None
+        self.release: Callable[[Group, int, int], None] = self._release
         self._limits = config.limits
         self._broadcaster = broadcaster
         self._transfers = transfers
         self._counters = counters
-        self._ended: OrderedDict[int, _Ended] = OrderedDict()
+        self._ended: OrderedDict[int, Ended] = OrderedDict()
         self._offers: Watch[Handoff] = Watch(config.handoff.offer_ttl_s, self._abandoned)
         self._handlers: dict[type, Callable[[Rank, Item], Refused | None]] = {
             Open: self._open,
@@ -157,7 +159,7 @@ class Rooms:
             return self._opened(rank, item.room)
         bound = handoff.prefill if group.role is Role.PREFILL else handoff.decode
         if bound is None:
-            self._bind(handoff, group)
+            self.bind(handoff, group)
             return handoff if not handoff.machine.state.terminal else None
         if bound is not group:
             message = (
@@ -178,11 +180,9 @@ class Rooms:
 
     def _opened(self, rank: Rank, room: int) -> Handoff | None:
         ended = self._ended.get(room)
-        if ended is not None and ended.unaware is rank.group.role and ended.failure is not None:
-            # The other side gave this room up before our side ever spoke of it.
-            ended.unaware = None
-            why = f"over before {rank.group.name} spoke of it: {ended.failure.message}"
-            self._stillborn(rank.group, room, Failure(ended.failure.reason, ended.failure.origin, why))
+        if ended is not None and ended.unaware is rank.group.role:
+            # It was over before this side ever spoke of it, or before this side heard of its verdict.
+            self.adopt(rank.group, room, ended)
             return None
         if self.draining:
             failure = Failure(Reason.DRAINING, "", "the coordinator is draining; try another prefill node")
@@ -192,17 +192,39 @@ class Rooms:
             why = f"limits.max_handoffs = {self._limits.max_handoffs} handoffs are in flight"
             self._stillborn(rank.group, room, Failure(Reason.REJECTED, "", why))
             return None
-        handoff = self.active[room] = Handoff(room, self._next_attempt(room), self)
-        self._counters.opened += 1
-        self._bind(handoff, rank.group)
+        handoff = self.admit(room, self._next_attempt(room))
+        self.bind(handoff, rank.group)
         self.trail(handoff, "handoff.opened")
         return handoff
+
+    def admit(self, room: int, attempt: int) -> Handoff:
+        """Begin a handoff that no group is part of yet."""
+        handoff = self.active[room] = Handoff(room, attempt, self)
+        self._counters.opened += 1
+        return handoff
+
+    def adopt(self, group: Group, room: int, ended: Ended) -> None:
+        """Tell a group the verdict of a handoff that was decided without it."""
+        ended.unaware = None
+        self.tell(group, room, Outcome(room, ended.attempt, ended.failure))
+        self.release(group, room, ended.attempt)
+        _log.info(
+            "handoff.adopted", group=group.name, room=room, attempt=ended.attempt,
+            outcome="succeeded" if ended.failure is None else "failed",
+        )  # fmt: skip
+
+    def ended(self, room: int) -> Ended | None:
+        """How the last attempt of a room ended, as far as it is remembered."""
+        return self._ended.get(room)
 
     def _next_attempt(self, room: int) -> int:
         ended = self._ended.get(room)
         return ended.attempt + 1 if ended is not None else 1
 
-    def _bind(self, handoff: Handoff, group: Group) -> None:
+    def _release(self, group: Group, room: int, attempt: int) -> None:
+        self.tell(group, room, Released(room, attempt))
+
+    def bind(self, handoff: Handoff, group: Group) -> None:
         """Make a group part of a handoff; with the second one its legs are known."""
         if group.role is Role.PREFILL:
             handoff.prefill = group
@@ -219,7 +241,9 @@ class Rooms:
         if isinstance(pair, str):
             handoff.fail(Reason.INCOMPATIBLE, f"{prefill.name} and {decode.name} do not fit: {pair}")
         else:
-            handoff.apply(Paired(pair))
+            self.met(handoff)
+            if not handoff.machine.state.terminal:
+                handoff.apply(Paired(pair))
 
     def _watch_offer(self, handoff: Handoff) -> None:
         if len(self._offers) >= self._limits.max_offers:
@@ -240,9 +264,9 @@ class Rooms:
         self._counters.opened += 1
         self._counters.failed[failure.reason] += 1
         if room not in self.active:
-            self._remember(room, _Ended(attempt, None, None))
-        self._tell(group, room, Outcome(room, attempt, failure))
-        self._tell(group, room, Released(room, attempt))
+            self.remember(room, Ended(attempt, None, None))
+        self.tell(group, room, Outcome(room, attempt, failure))
+        self.tell(group, room, Released(room, attempt))
         _log.info(
             "handoff.outcome", group=group.name, room=room, attempt=attempt, outcome="failed",
             reason=failure.reason, origin=failure.origin, message=failure.message,
@@ -271,11 +295,11 @@ class Rooms:
             unaware = Role.PREFILL
         elif handoff.decode is None:
             unaware = Role.DECODE
-        self._remember(room, _Ended(machine.attempt, failure, unaware))
+        self.remember(room, Ended(machine.attempt, failure, unaware))
         for group in handoff.groups:
             group.handoffs.discard(handoff)
             aux = machine.aux if failure is None and group.role is Role.DECODE else b""
-            self._tell(group, room, Outcome(room, machine.attempt, failure, aux))
+            self.tell(group, room, Outcome(room, machine.attempt, failure, aux))
         if failure is None:
             self._counters.succeeded += 1
         else:
@@ -286,7 +310,7 @@ class Rooms:
         """Tell one side that its pages are quiet."""
         group = handoff.prefill if side is Role.PREFILL else handoff.decode
         if group is not None:
-            self._tell(group, handoff.room, Released(handoff.room, handoff.machine.attempt))
+            self.tell(group, handoff.room, Released(handoff.room, handoff.machine.attempt))
             held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
             _log.info(
                 "handoff.released", group=group.name, room=handoff.room, attempt=handoff.machine.attempt,
@@ -353,7 +377,8 @@ class Rooms:
         _log.warning("item.refused", rank=rank.name, room=item.room, item=kind, error=message)
         return Refused(kind, message, item.room)
 
-    def _tell(self, group: Group, room: int, event: Outcome | Released) -> None:
+    def tell(self, group: Group, room: int, event: Outcome | Released) -> None:
+        """Add an event to a group's log and have it broadcast."""
         number = group.log.append(event)
         if isinstance(event, Outcome):
             group.ended.pop(room, None)  # so that the newest verdict stands last
@@ -362,7 +387,8 @@ class Rooms:
         if len(group.log) > self._limits.backlog_events:
             self.overflowed(group)
 
-    def _remember(self, room: int, ended: _Ended) -> None:
+    def remember(self, room: int, ended: Ended) -> None:
+        """Remember how a room ended, and forget the room that ended longest ago."""
         self._ended[room] = ended
         self._ended.move_to_end(room)
         if len(self._ended) > REMEMBERED:

@@ -22,6 +22,7 @@ from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
 from coordinator.reasons import Reason
+from coordinator.reattach import Reattach
 from coordinator.release import Releases
 from coordinator.rooms import Rooms, pairing
 from coordinator.transfers import Transfers
@@ -69,6 +70,11 @@ class Service:
             config, self.epoch, self.membership, self.rooms, self.transfers, self.broadcaster, self.counters
         )
         self._control = self.control.channel = Channel(self._router, self.control.on_message)
+        self.reattach = self.control.reattach = Reattach(
+            config, self.membership, self.rooms, self.transfers, self.control.answer_hello
+        )
+        self.rooms.met = self.reattach.judge
+        self.rooms.release = self.reattach.release
         self.transfers.confirm_alive = self.membership.confirm_alive
         self.rooms.releases = self.releases
         self.rooms.overflowed = self.membership.lag
@@ -102,6 +108,7 @@ class Service:
             kind = addresses.transport(bound)
             shown = addresses.advertised(bound, listen.advertise) if kind == "tcp" else bound
             self.control.outcomes.setdefault(kind, shown)
+        self.reattach.start()
         self._control.start()
         self._outcomes.start()
         self._spawn(self.broadcaster.beat(self.membership.groups))
@@ -136,6 +143,7 @@ class Service:
 
     async def stop(self) -> None:
         """Close everything. Handoffs that are still in flight are left without a verdict."""
+        self.reattach.close()
         self.rooms.close()
         self.membership.close()
         await asyncio.gather(*(crew.worker.stop() for crew in list(self.transfers.crews.values())))

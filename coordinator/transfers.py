@@ -147,6 +147,11 @@ class Transfers:
         crew = self.crews[worker.rank] = Crew(worker, self._send)
         return crew
 
+    def is_up(self, rank: Rank) -> bool:
+        """Whether a prefill rank has a worker that runs."""
+        crew = self.crews.get(rank)
+        return crew is not None and crew.worker.identity is not None
+
     def worker_up(self, worker: Worker) -> None:
         """Connect a worker's new life to everything it has routes to, and hand over what waited."""
         crew = self.crews[worker.rank]

@@ -1,0 +1,256 @@
+"""Taking over from a coordinator that died, from what its ranks remember. No disk is needed.
+
+A rank that comes from another epoch brings its ``Memory``: its last events, the rooms that it holds,
+and what was not released yet. The group's numbering goes on where the rank that has most stands, so
+what the others missed is an ordinary replay, and no event is applied twice.
+
+A room that a rank holds has a verdict already when some rank of its group, or of the other side's,
+has received one: that one is adopted. The rest fails with ``coordinator_restarted``: at once when
+both sides are known, else when ``rank.reattach_s`` is over.
+
+Pages: the former coordinator's workers died with it (the kernel sees to that). A prefill rank's pages
+are quiet when its new worker is up, for that one has locked the pool. Decode's pages are quiet when
+``reattach_s`` and ``drain_s`` are over and every rank has given a sign of life after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from coordinator.events import INHERITED, Inherited, MoveQuiet
+from coordinator.logs import get_logger
+from coordinator.messages import Hello, Outcome, Refused, Released, Role, Unreleased
+from coordinator.reasons import Reason
+from coordinator.rooms import Ended
+from coordinator.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from coordinator.config import Config
+    from coordinator.groups import Group, Rank
+    from coordinator.handoff import Handoff
+    from coordinator.membership import Membership
+    from coordinator.messages import Held
+    from coordinator.rooms import Rooms
+    from coordinator.transfers import Transfers
+
+#: How often it is looked whether a group's pages are quiet.
+LOOK_S: Final = 0.05
+#: What ``coordinator_restarted`` says.
+LOST: Final = "the coordinator was restarted, and no rank had heard a verdict before that"
+
+_log = get_logger()
+
+
+class _Waiting:
+    """The hellos of a group that is not complete yet, by rank."""
+
+    def __init__(self, timer: asyncio.TimerHandle) -> None:
+        self.hellos: dict[int, tuple[Hello, bytes]] = {}
+        self.timer = timer
+
+
+class Reattach:
+    """Restores groups, and sees that no room of the former epoch stays without a verdict."""
+
+    def __init__(
+        self,
+        config: Config,
+        membership: Membership,
+        rooms: Rooms,
+        transfers: Transfers,
+        answer: Callable[[Hello, bytes, Rank | Refused], None],
+    ) -> None:
+        """Answer hellos, when their time has come, with ``answer(hello, identity, what)``."""
+        self._config = config
+        self._membership = membership
+        self._rooms = rooms
+        self._transfers = transfers
+        self._answer = answer
+        self._waiting: dict[str, _Waiting] = {}
+        self._quiet: set[Group] = set()
+        self._unreleased: dict[Group, dict[Unreleased, None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over_s = 0.0
+        self._undecided: Watch[Handoff] = Watch(config.rank.reattach_s, self._give_up)
+
+    def start(self) -> None:
+        """Begin the time in which groups may come back."""
+        self._over_s = asyncio.get_running_loop().time() + self._config.rank.reattach_s
+
+    def close(self) -> None:
+        """Stop all clocks."""
+        self._undecided.close()
+        for waiting in self._waiting.values():
+            waiting.timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def awaits(self, hello: Hello) -> bool:
+        """Whether the hello's group is being restored, so that it must wait with the others."""
+        return hello.group in self._waiting
+
+    def hello(self, hello: Hello, identity: bytes) -> None:
+        """Take the hello of a rank of another epoch, or of a new rank of such a group."""
+        problem = self._membership.unusable(hello)
+        if problem is not None:
+            self._answer(hello, identity, self._membership.refused(hello, "hello", problem, fatal=True))
+            return
+        group = self._membership.groups.get(hello.group)
+        if group is not None and hello.memory is not None and group.log.head:
+            self._come_late(group, hello, identity)
+            return
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting.get(hello.group)
+        if waiting is None:
+            timer = loop.call_later(self._config.rank.reattach_s, self._restore, hello.group)
+            waiting = self._waiting[hello.group] = _Waiting(timer)
+        waiting.hellos[hello.rank] = (hello, identity)
+        present = {rank.number for rank in group.live} if group is not None else set()
+        if len(present | set(waiting.hellos)) == hello.world_size:
+            self._restore(hello.group)
+
+    # Restoring a group
+
+    def _restore(self, name: str) -> None:
+        waiting = self._waiting.pop(name)
+        waiting.timer.cancel()
+        hellos = list(waiting.hellos.values())
+        veterans = [hello for hello, _ in hellos if hello.memory is not None]
+        most = max(veterans, key=lambda hello: hello.acknowledged)
+        least = min(hello.acknowledged for hello in veterans)
+        group = self._membership.found(most)
+        memory = most.memory
+        assert group is not None and memory is not None  # noqa: S101, PT018 - there was room; veterans have one
+        missed = min(most.acknowledged - least, len(memory.events))
+        group.log.restore(most.acknowledged, memory.events[len(memory.events) - missed :])
+        group.stable, group.published = group.log.first - 1, group.log.head
+        group.origin = (most.epoch, most.acknowledged)
+        for rank in group.live:
+            rank.acknowledged = rank.applied = group.log.head
+        self._remember(group, most)
+        _log.warning(
+            "group.restored",
+            group=name,
+            head=group.log.head,
+            replayed=missed,
+            ranks=len(hellos),
+            held=len({held.room for hello in veterans if hello.memory for held in hello.memory.held}),
+        )
+        for hello, identity in hellos:
+            self._take_back(group, hello, identity)
+        task = asyncio.get_running_loop().create_task(self._quieten(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _come_late(self, group: Group, hello: Hello, identity: bytes) -> None:
+        """Take back a rank whose group did not wait for it, if what it has is what the group had."""
+        epoch, head = group.origin
+        if hello.epoch != epoch or not group.log.first - 1 <= hello.acknowledged <= head:
+            message = (
+                f"{group.name} went on without this rank after the coordinator's restart, and what it has "
+                "does not fit any more; restart it"
+            )
+            self._answer(hello, identity, self._membership.refused(hello, "late", message, fatal=True))
+            return
+        self._take_back(group, hello, identity)
+
+    def _take_back(self, group: Group, hello: Hello, identity: bytes) -> None:
+        have = group.log.head if hello.memory is None else hello.acknowledged
+        if have < group.log.first - 1:
+            message = (
+                f"events {have + 1} to {group.log.first - 1} are not known to any rank any more; restart it"
+            )
+            self._answer(hello, identity, self._membership.refused(hello, "behind", message, fatal=True))
+            return
+        rank = self._membership.place(group, hello, identity, have)
+        self._answer(hello, identity, rank)
+        if hello.memory is not None:
+            for held in hello.memory.held:
+                self._recall(group, held)
+            due = self._unreleased.setdefault(group, {})
+            for attempt in hello.memory.unreleased:
+                due[attempt] = None
+
+    def _remember(self, group: Group, most: Hello) -> None:
+        """Learn from the rank that has most which rooms have ended, and how."""
+        memory = most.memory
+        events = memory.events if memory is not None else []
+        other = Role.DECODE if group.role is Role.PREFILL else Role.PREFILL
+        for number, event in enumerate(events, most.acknowledged - len(events) + 1):
+            if not isinstance(event, Outcome):
+                continue
+            group.ended.pop(event.room, None)
+            group.ended[event.room] = number
+            known = self._rooms.ended(event.room)
+            if known is None or known.attempt < event.attempt:
+                self._rooms.remember(event.room, Ended(event.attempt, event.failure, other))
+            elif known.attempt == event.attempt and known.unaware is group.role:
+                known.unaware = None
+
+    # Rooms of the former epoch
+
+    def _recall(self, group: Group, held: Held) -> None:
+        """See to a room that a rank of ``group`` believes to be in flight."""
+        if group.ended.get(held.room, 0) > held.after:
+            return  # another rank of the group has heard the verdict: it is replayed
+        known = self._rooms.ended(held.room)
+        if known is not None and known.unaware is group.role and known.attempt > held.attempt:
+            self._rooms.adopt(group, held.room, known)
+            return
+        handoff = self._rooms.active.get(held.room)
+        if handoff is None:
+            handoff = self._rooms.admit(held.room, held.attempt + 1)
+            handoff.apply(Inherited())
+            self._undecided.sign(handoff)
+        bound = handoff.prefill if group.role is Role.PREFILL else handoff.decode
+        if bound is None:
+            self._rooms.bind(handoff, group)
+        if handoff not in self._undecided:
+            # Somebody has spoken of the room anew; but what this rank had said of it is lost.
+            handoff.fail(Reason.COORDINATOR_RESTARTED, LOST)
+
+    def judge(self, handoff: Handoff) -> None:
+        """Fail an inherited handoff when both its sides are known: neither can have a verdict."""
+        if handoff in self._undecided:
+            self._give_up(handoff)
+
+    def release(self, group: Group, room: int, attempt: int) -> None:
+        """Tell a group that pages are quiet, as soon as nothing of a former epoch moves there."""
+        if group.origin == (0, 0) or group in self._quiet:
+            self._rooms.tell(group, room, Released(room, attempt))
+        else:
+            self._unreleased.setdefault(group, {})[Unreleased(room, attempt)] = None
+
+    def _give_up(self, handoff: Handoff) -> None:
+        self._undecided.discard(handoff)
+        handoff.fail(Reason.COORDINATOR_RESTARTED, LOST)
+        self._settle(handoff)
+
+    # Their pages
+
+    def _settle(self, handoff: Handoff) -> None:
+        """Give back the pages of an inherited handoff, as far as they are quiet."""
+        for side, group in ((Role.PREFILL, handoff.prefill), (Role.DECODE, handoff.decode)):
+            if group is None or group in self._quiet:
+                handoff.apply(MoveQuiet(INHERITED, side))
+
+    async def _quieten(self, group: Group) -> None:
+        """Wait until nothing of the former epoch moves at this group's pages; then release them."""
+        loop = asyncio.get_running_loop()
+        quiet_s = self._over_s + self._config.release.drain_s
+        while not (
+            all(self._transfers.is_up(rank) for rank in group.live)
+            if group.role is Role.PREFILL
+            else loop.time() >= quiet_s and all(rank.seen_at_s >= quiet_s for rank in group.live)
+        ):
+            await asyncio.sleep(LOOK_S)
+        self._quiet.add(group)
+        for handoff in list(self._rooms.unreleased):
+            if INHERITED in handoff.machine.unsettled and group in handoff.groups:
+                self._settle(handoff)
+        for attempt in self._unreleased.pop(group, {}):
+            self._rooms.tell(group, attempt.room, Released(attempt.room, attempt.attempt))
+        _log.info("group.quiet", group=group.name)
