@@ -237,15 +237,16 @@ class Reattach:
             if group is None or group in self._quiet:
                 handoff.apply(MoveQuiet(INHERITED, side))
 
+    def _is_quiet(self, group: Group) -> bool:
+        if group.role is Role.PREFILL:
+            return all(self._transfers.is_up(rank) for rank in group.live)
+        quiet_s = self._over_s + self._config.release.drain_s
+        return all(rank.seen_at_s >= quiet_s for rank in group.live)
+
     async def _quieten(self, group: Group) -> None:
         """Wait until nothing of the former epoch moves at this group's pages; then release them."""
-        loop = asyncio.get_running_loop()
-        quiet_s = self._over_s + self._config.release.drain_s
-        while not (
-            all(self._transfers.is_up(rank) for rank in group.live)
-            if group.role is Role.PREFILL
-            else loop.time() >= quiet_s and all(rank.seen_at_s >= quiet_s for rank in group.live)
-        ):
+        # Signs of life and workers come at their own time; a look now and then is enough.
+        while not self._is_quiet(group):  # noqa: ASYNC110 - as above
             await asyncio.sleep(LOOK_S)
         self._quiet.add(group)
         for handoff in list(self._rooms.unreleased):
