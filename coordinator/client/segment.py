@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.errors import PoolError
-from coordinator.worker.memory import new_pool_path
+from coordinator.worker.settings import new_pool_path
 
 #: A byte on the pipe: the owner has removed the file itself. End of file: the owner is dead.
 #: The signals that ask a whole container to stop come to the janitor before the owner is gone; it

@@ -17,7 +17,8 @@ from coordinator.client import KVPool, Layout
 from coordinator.client import segment as segments
 from coordinator.client.segment import Segment
 from coordinator.errors import LayoutError, PoolError
-from coordinator.worker.memory import MappedPool, is_pool_path, new_pool_path
+from coordinator.worker.memory import MappedPool
+from coordinator.worker.settings import is_pool_path, new_pool_path
 from tests.client.peer import LAYOUT
 from tests.support.waiting import eventually
 

@@ -1,0 +1,256 @@
+"""The client's side of the protocol, on a bad network with a clock of its own."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.client import ClientSettings, RankState
+from coordinator.client.conversation import BATCH_BYTES, Conversation
+from coordinator.errors import ConfigError, QueueFullError, RefusedError
+from coordinator.messages import (
+    MAX_ITEMS,
+    Broadcast,
+    Hello,
+    Open,
+    Outcome,
+    Refused,
+    Resend,
+    Send,
+    Submit,
+    Welcome,
+    WhoAreYou,
+)
+from tests.client.world import World
+
+
+def conversation() -> Conversation:
+    return World(Random(0), 1).lines[0].conversation
+
+
+def welcome(epoch: int = 5, first: int = 1, received: int = 0, **changes: object) -> Welcome:
+    fields: dict[str, object] = {"events": [], "stable": 0, "heartbeat_s": 1.0, **changes}
+    return Welcome(epoch, "somewhere", first, received=received, **fields)  # type: ignore[arg-type]
+
+
+def heartbeat(epoch: int = 5, first: int = 1, received: int = 0, *, ready: bool = True) -> Broadcast:
+    return Broadcast(epoch, first, 0, [received], ready, [])
+
+
+def joined() -> Conversation:
+    talk = conversation()
+    assert isinstance(talk.next_message(0.0), Hello)
+    talk.hear(welcome(), 0.0)
+    talk.hear_broadcast(heartbeat(), 0.0)
+    assert isinstance(talk.next_message(0.0), Submit)
+    assert talk.next_message(0.0) is None
+    return talk
+
+
+def say(talk: Conversation, *rooms: int) -> None:
+    for room in rooms:
+        talk.say(1, Open(room, 0), 1)
+
+
+def submitted(talk: Conversation, now_s: float) -> tuple[int, list[int]]:
+    message = talk.next_message(now_s)
+    assert isinstance(message, Submit)
+    return message.first, [item.room for item in message.items]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(20, 400))
+def test_nobody_misses_anything_on_a_bad_network(seed: int, ranks: int, steps: int) -> None:
+    """Cases C05 and C30: every rank drains the same, every call is heard once per coordinator."""
+    world = World(Random(seed), ranks)
+    for _ in range(steps):
+        world.step()
+    world.publish()
+    world.settle()
+    for line in world.lines:
+        line.drain(None)
+        # Nothing of the present epoch was missed, whatever had been drained before.
+        assert line.drained[world.epoch] == world.log
+        rooms = [item.room for item in world.heard[line.rank]]
+        assert sorted(set(rooms)) == list(range(1, line.said + 1))
+        if world.epoch == 1:
+            assert rooms == sorted(set(rooms)), "twice, or out of order"
+
+
+def test_a_rank_gives_signs_of_life() -> None:
+    talk = joined()
+    assert talk.due_s() == pytest.approx(1.0)
+    assert talk.next_message(0.99) is None
+    assert submitted(talk, 1.0) == (1, [])
+    assert talk.due_s() == pytest.approx(2.0)
+
+
+def test_batches_are_bounded() -> None:
+    talk = joined()
+    say(talk, *range(1, MAX_ITEMS + 2))
+    assert [len(submitted(talk, 0.0)[1]) for _ in range(2)] == [MAX_ITEMS, 1]
+    for room in (1, 2, 3):
+        talk.say(1, Send(room, 0, b"", last=False), BATCH_BYTES // 2)
+    assert [submitted(talk, 0.0)[1] for _ in range(2)] == [[1, 2], [3]]
+    assert talk.next_message(0.0) is None
+
+
+def test_an_unanswered_hello_is_said_again() -> None:
+    talk = conversation()
+    assert isinstance(talk.next_message(0.0), Hello)
+    assert talk.next_message(0.9) is None
+    assert talk.due_s() == pytest.approx(1.0)
+    assert isinstance(talk.next_message(1.0), Hello)
+
+
+def test_hellos_that_nobody_ever_answers_get_a_new_connection() -> None:
+    """Case C42."""
+    talk = conversation()
+    for second in range(11):
+        talk.tick(float(second))
+        assert isinstance(talk.next_message(float(second)), Hello)
+    assert talk.connections == 2
+
+
+def test_a_gap_is_asked_for_once_until_it_is_answered() -> None:
+    talk = joined()
+    for _ in range(3):
+        talk.hear_broadcast(heartbeat(first=4), 0.2)
+    hello = talk.next_message(0.2)
+    assert isinstance(hello, Hello)
+    assert (hello.epoch, hello.acknowledged) == (5, 0)
+    talk.hear_broadcast(heartbeat(first=4), 0.3)
+    assert talk.next_message(0.3) is None
+    talk.hear(welcome(events=[Outcome(1, 1), Outcome(2, 1), Outcome(3, 1)]), 0.4)
+    assert talk.state is RankState.READY, "only events were missing"
+    assert talk.inbox.have == 3
+
+
+def test_what_the_coordinator_lacks_is_submitted_again_at_once() -> None:
+    talk = joined()
+    say(talk, 1, 2, 3)
+    assert submitted(talk, 0.0) == (1, [1, 2, 3])
+    talk.hear(Resend(1), 0.1)
+    assert submitted(talk, 0.1) == (2, [2, 3])
+    say(talk, 4)
+    assert submitted(talk, 0.1) == (4, [4])
+    # The answer to what had been under way behind the gap.
+    talk.hear(Resend(1), 0.15)
+    assert talk.next_message(0.15) is None
+    # That was lost as well.
+    talk.hear(Resend(1), 1.1)
+    assert submitted(talk, 1.1) == (2, [2, 3, 4])
+
+
+def test_what_is_never_confirmed_is_submitted_again() -> None:
+    talk = joined()
+    say(talk, 1, 2)
+    assert submitted(talk, 0.0) == (1, [1, 2])
+    for second in (1, 2, 3):
+        talk.hear_broadcast(heartbeat(received=1), float(second))
+        talk.tick(float(second))
+        assert submitted(talk, float(second)) == (3, [])
+    talk.hear_broadcast(heartbeat(received=1), 4.01)
+    assert talk.due_s() <= 4.01
+    talk.tick(4.01)
+    assert submitted(talk, 4.01) == (2, [2])
+
+
+def test_silence_means_that_the_coordinator_is_away() -> None:
+    talk = joined()
+    talk.tick(2.9)
+    assert talk.connections == 0
+    talk.tick(3.1)
+    assert not talk.joined
+    assert str(talk.state) == "coordinator_away"
+    assert talk.connections == 1, "perhaps only our connection is dead"
+    say(talk, 1)
+    assert isinstance(talk.next_message(3.1), Hello)
+    assert talk.next_message(3.2) is None, "what is said waits"
+    talk.hear(welcome(), 4.0)
+    assert talk.state is RankState.JOINED
+    assert submitted(talk, 4.0) == (1, [1])
+
+
+def test_a_connection_that_takes_nothing_is_left_alone_until_it_does() -> None:
+    talk = joined()
+    say(talk, 1)
+    assert submitted(talk, 0.0) == (1, [1])
+    talk.blocked(0.5)
+    assert talk.state is RankState.COORDINATOR_AWAY
+    assert talk.next_message(10.0) is None
+    assert talk.due_s() == float("inf")
+    talk.unblocked()
+    assert isinstance(talk.next_message(10.0), Hello)
+    talk.hear(welcome(), 10.0)
+    assert submitted(talk, 10.0) == (1, [1])
+
+
+def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
+    talk = joined()
+    talk.hear_broadcast(Broadcast(5, 1, 0, [0], True, [Outcome(9, 1)]), 0.0)  # noqa: FBT003 - positional on the wire
+    talk.drain(None)
+    turn, after = talk.inbox.drained
+    for room in (1, 2, 3):
+        talk.say(turn, Open(room, after), 1)
+    assert submitted(talk, 0.0) == (1, [1, 2, 3])
+    talk.hear_broadcast(heartbeat(first=2, received=1), 0.1)
+    talk.hear_broadcast(heartbeat(epoch=6), 0.2)
+    hello = talk.next_message(0.2)
+    assert isinstance(hello, Hello)
+    assert (hello.epoch, hello.acknowledged, hello.confirmed) == (5, 1, 1)
+    talk.hear(welcome(epoch=6, received=1), 0.3)
+    message = talk.next_message(0.3)
+    assert isinstance(message, Submit)
+    assert message == Submit(6, 2, 0, 0, listening=False, items=[Open(2, 0), Open(3, 0)])
+    # What its predecessor had under way means nothing any more.
+    talk.hear(welcome(epoch=5), 0.4)
+    talk.hear_broadcast(heartbeat(epoch=5, received=3), 0.4)
+    assert talk.joined
+    assert talk.inbox.epoch == 6
+    assert len(talk.outbox) == 2
+
+
+def test_events_that_are_not_kept_any_more_end_it() -> None:
+    talk = joined()
+    talk.hear(welcome(first=4), 0.1)
+    assert talk.state is RankState.REFUSED
+    assert talk.news
+    with pytest.raises(RefusedError, match="events 1 to 3 any more"):
+        say(talk, 1)
+    with pytest.raises(RefusedError, match="restart this engine"):
+        talk.drain(None)
+    assert talk.next_message(9.0) is None
+
+
+def test_the_first_fault_stays() -> None:
+    talk = joined()
+    talk.hear(Refused("taken", "rank 0 is taken", fatal=True), 0.1)
+    talk.hear(Refused("other", "something else", fatal=True), 0.1)
+    talk.hear(welcome(epoch=9), 0.1)
+    with pytest.raises(RefusedError, match="rank 0 is taken"):
+        talk.check()
+    assert talk.explain() == "the coordinator at nowhere refuses g/0: rank 0 is taken"
+
+
+def test_a_full_queue_says_why() -> None:
+    talk = conversation()
+    with pytest.raises(QueueFullError, match="65536 calls with 65536 bytes wait"):
+        say(talk, *range(1, 65538))
+    talk.hear(welcome(), 0.0)
+    talk.hear(WhoAreYou(6), 0.0)
+    with pytest.raises(QueueFullError, match="has accepted this rank yet"):
+        say(talk, 1)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClientSettings(queue_items=0, away_after_s=-1, hello_retry_s=float("nan"))
+    assert caught.value.problems == [
+        "queue_items: is 0, must be positive",
+        "hello_retry_s: is nan, must be positive",
+        "away_after_s: is -1, must be positive",
+    ]
