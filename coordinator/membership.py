@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import select
 import stat
 from typing import TYPE_CHECKING, Final, Protocol
@@ -22,6 +21,7 @@ from coordinator.messages import VERSION, Hello, Refused, Role
 from coordinator.reasons import Reason
 from coordinator.rooms import pairing
 from coordinator.watch import Watch
+from coordinator.worker.settings import is_pool_path
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 #: The holder of a contested place has this many heartbeats to show that it is alive.
 CONTEST_HEARTBEATS: Final = 3
-#: Only files of this form are ever mapped on a rank's word.
-POOL_PATH: Final = re.compile(r"/dev/shm/kv-coordinator-[A-Za-z0-9_.-]{1,200}")  # noqa: S108 - a rule for names, not a file
 
 _log = get_logger()
 
@@ -323,7 +321,7 @@ def _loss(rank: Rank) -> Reason:
 
 def _bad_pool(path: str, size_bytes: int) -> str | None:
     """Say why a pool file must not be mapped. The worker looks again when it opens it."""
-    if not POOL_PATH.fullmatch(path):
+    if not is_pool_path(path):
         return (
             f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared "
             "(a GPU's, a private one, another node's) needs backend.hosting = 'rank'"

@@ -1,4 +1,4 @@
-"""Pool files: how they are named, and mapping one.
+"""Mapping a pool file.
 
 A pool that other processes map is a file directly in ``/dev/shm``. Whoever maps one checks it
 first: the path came from outside, and must not lead to any other memory.
@@ -7,32 +7,27 @@ first: the path came from outside, and must not lead to any other memory.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
-import re
-import secrets
+import time
 from typing import Final
 
 from backends.base import InvalidTransferError, Region
 from backends.memory import open_shared
 from coordinator.errors import PoolError
+from coordinator.worker.settings import POOL_PREFIX, is_pool_path
 
-_PREFIX: Final = "/dev/shm/kv-coordinator-"  # noqa: S108 - pools live there, created with O_EXCL
-_POOL_PATH: Final = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{16,64}", re.ASCII)
-
-
-def new_pool_path() -> str:
-    """Return a path for a new pool file, which nothing has yet; create it with ``O_EXCL``."""
-    return _PREFIX + secrets.token_hex(16)
-
-
-def is_pool_path(path: str) -> bool:
-    """Whether ``path`` is named as a pool file is; says nothing about what is there."""
-    return _POOL_PATH.fullmatch(path) is not None
+#: How long a worker waits for its predecessor to be dead, and how often it looks.
+LOCK_S: Final = 10.0
+LOCK_POLL_S: Final = 0.02
 
 
 class MappedPool:
-    """Another process's pool file, mapped here for reading and writing.
+    """Another process's pool file, mapped here for reading and writing, and locked.
+
+    The lock is the proof that no other worker sends from this pool: the kernel drops it when its
+    holder is dead, and not before.
 
     Attributes:
         region: what to register with a backend.
@@ -44,11 +39,11 @@ class MappedPool:
 
         Raises:
             PoolError: it is not named as a pool, is not a regular file of our own user and of
-                exactly ``size_bytes``, or cannot be mapped.
+                exactly ``size_bytes``, cannot be mapped, or is locked for longer than ``LOCK_S``.
 
         """
         if not is_pool_path(path):
-            message = f"{path!r} is not a pool: it must be named {_PREFIX}<16 to 64 hexadecimal digits>"
+            message = f"{path!r} is not a pool: it must be named {POOL_PREFIX}<16 to 64 hexadecimal digits>"
             raise PoolError(message)
         try:
             descriptor = open_shared(path, size_bytes)
@@ -56,12 +51,13 @@ class MappedPool:
             message = f"the pool cannot be mapped: {error}"
             raise PoolError(message) from error
         try:
+            _lock(descriptor)
             self._memory = mmap.mmap(descriptor, size_bytes)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, PoolError) as error:
+            os.close(descriptor)
             message = f"the pool {path!r} of {size_bytes} bytes cannot be mapped: {error}"
             raise PoolError(message) from error
-        finally:
-            os.close(descriptor)
+        self._descriptor = descriptor
         # The export keeps the mapping from being closed while a backend may use the address.
         self._export = ctypes.c_char.from_buffer(self._memory)
         self.region = Region(address=ctypes.addressof(self._export), size_bytes=size_bytes, path=path)
@@ -70,3 +66,19 @@ class MappedPool:
         """Unmap the pool; the caller sees to it that no backend uses it any more."""
         del self._export
         self._memory.close()
+        os.close(self._descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Wait until nobody else has the file locked, and lock it."""
+    deadline_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline_s:
+                message = f"another worker has had it for {LOCK_S:g} s"
+                raise PoolError(message) from error
+            time.sleep(LOCK_POLL_S)
+        else:
+            return

@@ -5,6 +5,8 @@ The coordinator imports this module, so nothing here may import numpy or a backe
 
 from __future__ import annotations
 
+import re
+import secrets
 from enum import IntEnum
 from typing import Annotated, Final
 
@@ -17,6 +19,10 @@ from coordinator.messages import MAX_WORLD, Name, Pool, RankNumber
 
 #: Largest settings document that a worker reads.
 MAX_SETTINGS_BYTES: Final = 1 << 20
+
+#: Pools live there, created with ``O_EXCL``; only files of such a name are ever mapped.
+POOL_PREFIX: Final = "/dev/shm/kv-coordinator-"  # noqa: S108 - see above
+_POOL_PATH: Final = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{16,64}", re.ASCII)
 
 _Positive = Annotated[int, Meta(ge=1, le=2**62)]
 
@@ -84,6 +90,16 @@ class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     rank: RankNumber
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
     budget: Budget = Budget()
+
+
+def new_pool_path() -> str:
+    """Return a path for a new pool file, which nothing has yet; create it with ``O_EXCL``."""
+    return POOL_PREFIX + secrets.token_hex(16)
+
+
+def is_pool_path(path: str) -> bool:
+    """Whether ``path`` is named as a pool file is; says nothing about what is there."""
+    return _POOL_PATH.fullmatch(path) is not None
 
 
 def encode_settings(settings: WorkerSettings) -> bytes:

@@ -15,9 +15,9 @@ from backends.loopback import LoopbackBackend
 from coordinator.layout import Layout
 from coordinator.messages import Connected, ConnectPeer, Move
 from coordinator.worker.host import WorkerHost
-from coordinator.worker.memory import MappedPool, new_pool_path
+from coordinator.worker.memory import MappedPool
 from coordinator.worker.plan import RankPool
-from coordinator.worker.settings import Budget
+from coordinator.worker.settings import Budget, new_pool_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

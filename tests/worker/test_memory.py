@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.errors import PoolError
-from coordinator.worker.memory import MappedPool, is_pool_path, new_pool_path
+from coordinator.worker.memory import MappedPool
+from coordinator.worker.settings import is_pool_path, new_pool_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,3 +123,14 @@ def test_another_users_file_is_refused(pool_path: str) -> None:
     os.chown(pool_path, 12345, -1)
     with pytest.raises(PoolError, match="belongs to user 12345"):
         MappedPool(pool_path, SIZE)
+
+
+def test_a_second_worker_waits_until_the_first_is_dead(
+    pool_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.worker.memory.LOCK_S", 0.1)
+    first = MappedPool(pool_path, SIZE)
+    with pytest.raises(PoolError, match="another worker has had it"):
+        MappedPool(pool_path, SIZE)
+    first.close()
+    MappedPool(pool_path, SIZE).close()

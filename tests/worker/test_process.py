@@ -33,9 +33,14 @@ from coordinator.messages import (
     Stop,
     WorkerHello,
 )
-from coordinator.worker.memory import new_pool_path
 from coordinator.worker.process import CLOSE_S
-from coordinator.worker.settings import ExitCode, WorkerSettings, decode_settings, encode_settings
+from coordinator.worker.settings import (
+    ExitCode,
+    WorkerSettings,
+    decode_settings,
+    encode_settings,
+    new_pool_path,
+)
 from tests.worker.support import LAYOUT, PAGES, PATIENCE_S, PoolFile, Receiver, eventually, move
 
 if TYPE_CHECKING:
