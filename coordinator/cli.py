@@ -74,7 +74,7 @@ def check(config: ConfigFile = None) -> None:
 
 @app.command(
     epilog="Exit codes: 0 all is well; 1 a page is corrupt, a handoff has no verdict, ranks disagree, "
-    "or the demo could not run; 2 the command line cannot be used."
+    "or the demo could not run; 2 what was asked for cannot be done; 130 interrupted."
 )
 def demo(
     *,
