@@ -10,7 +10,7 @@ can use it without numpy.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -45,7 +45,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     page_tokens: int
     kv_heads: int
     head_size: int
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     kv: Literal["apart", "together"] = "apart"
 
     def check(self, world_size: int) -> None:

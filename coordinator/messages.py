@@ -40,6 +40,8 @@ MAX_ITEMS: Final = 1024
 #: How many of its last events a rank remembers for a coordinator that has to start anew.
 MAX_REMEMBERED: Final = 1024
 MAX_HELD: Final = 1 << 18
+#: How much of what is wrong with a frame is told; the answer and the log line stay small.
+MAX_QUOTED: Final = 256
 #: Default bound of a whole frame: the pages of 512K one-token pages, twice over.
 MAX_FRAME_BYTES: Final = 8 << 20
 
@@ -67,10 +69,10 @@ class Role(StrEnum):
 class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
     """The one verdict of a handoff. ``failure`` is None when it succeeded."""
 
-    room: int
-    attempt: int
+    room: Room
+    attempt: Count
     failure: Failure | None = None
-    aux: bytes = b""
+    aux: Aux = b""
 
     @property
     def succeeded(self) -> bool:
@@ -81,8 +83,8 @@ class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
 class Released(Struct, frozen=True, array_like=True, tag="released"):
     """This side's pages of the handoff are quiet: they may be used again."""
 
-    room: int
-    attempt: int
+    room: Room
+    attempt: Count
 
 
 Event = Outcome | Released
@@ -464,7 +466,7 @@ def decode_from_peer(frame: bytes) -> FromPeer:
     try:
         return _from_peer.decode(frame)
     except _MALFORMED as error:
-        message = _foreign_version(frame) or f"malformed message: {error}"
+        message = _foreign_version(frame) or _complaint(error)
         raise ProtocolError(message) from error
 
 
@@ -487,8 +489,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         return decoder.decode(frame)
     except _MALFORMED as error:
-        message = f"malformed message: {error}"
-        raise ProtocolError(message) from error
+        raise ProtocolError(_complaint(error)) from error
+
+
+def _complaint(error: Exception) -> str:
+    """Say what is wrong; a decoder may quote what it met, at any length."""
+    text = str(error)
+    return f"malformed message: {text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + ' ...'}"
 
 
 def _foreign_version(frame: bytes) -> str | None:
