@@ -1,25 +1,24 @@
 """Ranks and workers as the coordinator sees them, inside the test's own event loop.
 
 They speak the real protocol over real sockets (inproc), so that a test may run under virtual time,
-where no other process could keep up. What they do is what a test tells them to: nothing is answered
-by itself except acknowledgements, and moves when the worker is on ``auto``.
+where no other process could keep up. By itself a rank acknowledges, gives signs of life and sends
+again what did not arrive; a worker on ``auto`` connects and moves. Everything else is the test's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
 from coordinator.channel import Channel
-from coordinator.config import Backend, Config, HandoffBounds, Listen
 from coordinator.layout import Layout
 from coordinator.messages import (
     VERSION,
     Broadcast,
+    Bye,
     Cancel,
     Command,
     Commands,
@@ -48,6 +47,7 @@ from coordinator.messages import (
     Role,
     Send,
     Submit,
+    ToRank,
     Welcome,
     WhoAreYou,
     WorkerHello,
@@ -56,14 +56,16 @@ from coordinator.messages import (
     decode_to_worker,
     encode,
 )
-from coordinator.service import Service
-from coordinator.worker.supervisor import Worker
+from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-LAYOUT = Layout(layers=2, page_tokens=16, kv_heads=4, head_size=8, dtype="float16")
-PAGES = 64
+    from coordinator.worker.supervisor import Worker
+    from tests.service.stage import Stage
+
+LAYOUT: Final = Layout(layers=2, page_tokens=16, kv_heads=8, head_size=8, dtype="float16")
+PAGES: Final = 64
 
 
 def pages(*numbers: int) -> bytes:
@@ -71,121 +73,66 @@ def pages(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
 
 
-async def eventually(condition: Callable[[], object], bound_s: float = 10.0) -> None:
-    """Let the loop run until ``condition`` holds; fail the test when it does not within the bound."""
-    deadline_s = asyncio.get_running_loop().time() + bound_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline_s, "the condition never held"
-        await asyncio.sleep(0.002)
-
-
-async def turns(count: int = 50) -> None:
-    """Give everything that is ready its turn, without letting time pass."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-class StandInWorker(Worker):
-    """A worker without a process: a ``WorkerPeer`` of the test speaks for it."""
-
-    def start(self) -> None:
-        """Have a secret, and wait for the test's peer."""
-        self.lives = 1
-        self.token = secrets.token_bytes(32)
-
-    def kill(self, why: str) -> None:
-        """Die at once, and be born again."""
-        self.killed = why
-        self.identity = None
-        self.token = secrets.token_bytes(32)
-        self._events.worker_down(self, f"killed: {why}")
-
-    async def stop(self) -> None:
-        """End."""
-        self.identity = None
-
-
-class Stage:
-    """A coordinator on inproc sockets, and the peers that a test puts around it."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, config: Config | None = None) -> None:
-        number = next(self._numbers)
-        listen = Listen.model_construct(
-            control=(f"inproc://control-{number}",), outcomes=(f"inproc://outcomes-{number}",), advertise=""
-        )
-        # The pools of these ranks are only numbers: nobody maps them.
-        backend = Backend(hosting="rank")
-        self.config = (config or Config()).model_copy(update={"listen": listen, "backend": backend})
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.service = Service(self.config, self.context, hire=StandInWorker)
-        self.peers: list[Peer] = []
-
-    async def __aenter__(self) -> Stage:
-        await self.service.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        for handoff in [*self.service.rooms.active.values(), *self.service.rooms.unreleased]:
-            handoff.machine.validate()
-        for peer in self.peers:
-            peer.close()
-        self.service.rooms.fail_all(set(self.service.rooms.active.values()), "draining", "the test is over")  # type: ignore[arg-type]
-        await self.service.stop()
-
-    async def group(self, role: Role, name: str, world_size: int, **changes: object) -> list[RankPeer]:
-        """Let a whole group join and be ready."""
-        ranks = [RankPeer(self, role, name, number, world_size, **changes) for number in range(world_size)]
-        for rank in ranks:
-            await rank.join()
-        await eventually(lambda: self.service.membership.groups[name].ready)
-        return ranks
-
-    async def workers(self, *, auto: bool = True) -> list[WorkerPeer]:
-        """Let a peer speak for every worker that has none."""
-        found = []
-        for crew in self.service.transfers.crews.values():
-            if crew.worker.identity is None:
-                peer = WorkerPeer(self, crew.worker, auto=auto)
-                await peer.join()
-                found.append(peer)
-        return found
-
-    async def pair(
-        self, world_size: int = 1, *, auto: bool = True
-    ) -> tuple[list[RankPeer], list[RankPeer], list[WorkerPeer]]:
-        """A prefill group ``p``, a decode group ``d``, and the workers between them."""
-        prefill = await self.group(Role.PREFILL, "p", world_size)
-        decode = await self.group(Role.DECODE, "d", world_size)
-        return prefill, decode, await self.workers(auto=auto)
+def hello(stage: Stage, role: Role, group: str, rank: int, world_size: int, **changes: object) -> Hello:
+    """What a rank says of itself, some of it changed."""
+    layout = changes.get("layout", LAYOUT)
+    assert isinstance(layout, Layout)
+    size_bytes = layout.pool_bytes(PAGES, world_size) if layout.kv_heads % world_size == 0 else 0
+    fields: dict[str, object] = {
+        "version": VERSION,
+        "role": role,
+        "group": group,
+        "rank": rank,
+        "world_size": world_size,
+        "instance": secrets.randbits(63),
+        "process": Process(1, "elsewhere", 0),
+        "backend": stage.config.backend.name,
+        "layout": layout,
+        "pool": Pool("", size_bytes, PAGES),
+        "endpoint": b"here" if role is Role.DECODE else b"",
+        "transport": "inproc",
+    }
+    return Hello(**(fields | changes))  # type: ignore[arg-type]
 
 
 class Peer:
-    """A DEALER of a test's own."""
+    """A DEALER of a test's own.
 
-    def __init__(self, stage: Stage) -> None:
+    Attributes:
+        answers: what came back, as frames; for tests that send what no client would.
+
+    """
+
+    def __init__(self, stage: Stage, identity: bytes | None = None) -> None:
         self.stage = stage
-        self.identity = secrets.token_bytes(16)
-        socket = stage.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.ROUTING_ID, self.identity)
-        self.channel = Channel(socket, self.on_frames)
-        self._socket = socket
+        self.identity = identity or b"t" + secrets.token_bytes(15)
+        self.answers: list[bytes] = []
+        self.socket = stage.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTING_ID, self.identity)
+        self.channel = Channel(self.socket, self.on_frames)
         stage.peers.append(self)
 
     def open(self) -> None:
         """Connect."""
-        self._socket.connect(self.stage.config.listen.control[0])
+        self.socket.connect(self.stage.config.listen.control[0])
         self.channel.start()
 
-    def send(self, message: object) -> None:
-        """Send a message, or raw bytes."""
-        assert self.channel.send([message if isinstance(message, bytes) else encode(message)])
+    def send(self, *messages: object) -> None:
+        """Send one message; raw bytes stay as they are, several are several frames."""
+        frames = [message if isinstance(message, bytes) else encode(message) for message in messages]
+        assert self.channel.send(frames)
 
     def on_frames(self, frames: list[bytes]) -> None:
         """Take what the coordinator says."""
-        raise NotImplementedError
+        self.answers.append(frames[0])
+
+    async def refusal(self) -> Refused:
+        """Wait for a refusal."""
+        await eventually_async(lambda: self.answers, what="an answer")
+        answer = decode_to_rank(self.answers.pop(0))
+        assert isinstance(answer, Refused)
+        return answer
 
     def close(self) -> None:
         """Close the sockets."""
@@ -193,55 +140,84 @@ class Peer:
 
 
 class RankPeer(Peer):
-    """One rank: acknowledges what it hears, and remembers it."""
+    """One rank: acknowledges what it hears, and remembers it.
+
+    Attributes:
+        events: what it heard, in order; ``heard_at_s`` says when, on the loop's clock.
+        said: the items that it ever submitted, the first of which has the number 1.
+        stopped: as SIGSTOP would leave it: it says and hears nothing.
+
+    """
 
     def __init__(
         self, stage: Stage, role: Role, group: str, rank: int, world_size: int, **changes: object
     ) -> None:
         super().__init__(stage)
-        layout = changes.get("layout", LAYOUT)
-        assert isinstance(layout, Layout)
-        fields: dict[str, object] = {
-            "version": VERSION,
-            "role": role,
-            "group": group,
-            "rank": rank,
-            "world_size": world_size,
-            "instance": secrets.randbits(63),
-            "process": Process(1, "elsewhere", 0),
-            "backend": stage.config.backend.name,
-            "layout": layout,
-            "pool": Pool(
-                "", layout.pool_bytes(PAGES, world_size) if layout.kv_heads % world_size == 0 else 0, PAGES
-            ),
-            "endpoint": b"here" if role is Role.DECODE else b"",
-            "transport": "inproc",
-        }
-        self.hello = Hello(**(fields | changes))  # type: ignore[arg-type]
+        self.hello = hello(stage, role, group, rank, world_size, **changes)
         self.events: list[Event] = []
+        self.heard_at_s: list[float] = []
         self.refusals: list[Refused] = []
         self.broadcasts: list[Broadcast] = []
+        self.said: list[Item] = []
         self.epoch = 0
+        self.base = 0
         self.head = 0
         self.applied = 0
         self.stable = 0
-        self.sent = 0
         self.listening = False
+        self.stopped = False
         self.acknowledges = True
         self.welcomed = 0
+        self._news = asyncio.Event()
         self._outcomes: Channel | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._asked = False
+        self._unread: list[tuple[Callable[[list[bytes]], None], list[bytes]]] = []
+
+    @property
+    def name(self) -> str:
+        """``group/rank``."""
+        return f"{self.hello.group}/{self.hello.rank}"
 
     async def join(self) -> None:
-        """Say hello and wait for the welcome."""
+        """Say hello and wait for the answer."""
         self.open()
         self.send(self.hello)
-        await eventually(lambda: self.welcomed or self.refusals)
+        await eventually_async(lambda: self.welcomed or self.refusals, what="a welcome or a refusal")
+
+    def again(self) -> None:
+        """Say hello again."""
+        self.send(self.hello)
+
+    def leave(self, why: str = "") -> None:
+        """Say goodbye, and nothing after it."""
+        self.send(Bye(why))
+        self.stop()
+
+    def stop(self) -> None:
+        """Say and hear nothing any more, until ``resume``."""
+        self.stopped = True
+        if self._beat is not None:
+            self._beat.cancel()
+
+    def resume(self) -> None:
+        """Go on after ``stop``: the first that it does is a sign of life."""
+        self.stopped = False
+        self._sign()
+        unread, self._unread = self._unread, []
+        for take, frames in unread:
+            take(frames)
+
+    # What an engine says
 
     def submit(self, *items: Item) -> None:
         """Submit items, and what has been heard."""
-        message = Submit(self.epoch, self.sent + 1, self.head, self.applied, self.listening, list(items))
-        self.sent += len(items)
-        self.send(message)
+        self.submit_from(len(self.said) + 1, *items)
+        self.said += items
+
+    def submit_from(self, first: int, *items: Item) -> None:
+        """Submit items with a number of the test's choice."""
+        self.send(Submit(self.epoch, first, self.head, self.applied, self.listening, list(items)))
 
     def open_room(self, room: int) -> None:
         """Prefill has queued the room."""
@@ -268,6 +244,8 @@ class RankPeer(Peer):
         self.applied = self.head
         self.submit()
 
+    # What it heard
+
     def outcomes(self, room: int | None = None) -> list[Outcome]:
         """The verdicts heard, of one room or of all."""
         return [e for e in self.events if isinstance(e, Outcome) and room in {None, e.room}]
@@ -278,22 +256,84 @@ class RankPeer(Peer):
 
     async def outcome(self, room: int, attempt: int = 1) -> Outcome:
         """Wait for the verdict of a room's attempt."""
-        await eventually(lambda: any(o.attempt == attempt for o in self.outcomes(room)), 100_000)
-        return next(o for o in self.outcomes(room) if o.attempt == attempt)
+        await self._until(lambda: any(o.attempt == attempt for o in self.outcomes(room)))
+        verdicts = [o for o in self.outcomes(room) if o.attempt == attempt]
+        assert len(verdicts) == 1, "one verdict per attempt"
+        return verdicts[0]
+
+    async def failure(self, room: int, attempt: int = 1) -> str:
+        """Wait for the verdict of a room's attempt, which must be a failure; returns its reason."""
+        outcome = await self.outcome(room, attempt)
+        assert outcome.failure is not None, "it succeeded"
+        return outcome.failure.reason.value
+
+    async def release(self, room: int, attempt: int = 1) -> Released:
+        """Wait for the release of a room's attempt."""
+        await self._until(lambda: any(r.attempt == attempt for r in self.released(room)))
+        releases = [r for r in self.released(room) if r.attempt == attempt]
+        assert len(releases) == 1, "one release per attempt"
+        return releases[0]
+
+    def when(self, kind: type[Event], room: int, attempt: int = 1) -> float:
+        """When it heard an event of this kind."""
+        for event, at_s in zip(self.events, self.heard_at_s, strict=True):
+            if isinstance(event, kind) and (event.room, event.attempt) == (room, attempt):
+                return at_s
+        message = f"{self.name} has heard no {kind.__name__} of room {room}, attempt {attempt}"
+        raise AssertionError(message)
+
+    async def refused(self) -> Refused:
+        """Wait for a refusal, and take it."""
+        await eventually_async(lambda: self.refusals, what="a refusal")
+        return self.refusals.pop(0)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        # By event, not by polling: under virtual time a hundred days pass while nothing happens.
+        async with asyncio.timeout(10_000_000 if self.stage.virtual else 20):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    # How it speaks the protocol
 
     def on_frames(self, frames: list[bytes]) -> None:
-        message = decode_to_rank(frames[0])
+        if self.stopped:
+            self._unread.append((self.on_frames, frames))
+            return
+        self._take(decode_to_rank(frames[0]))
+
+    def _take(self, message: ToRank) -> None:
         match message:
             case Welcome():
-                self.epoch, self.welcomed, self.stable = message.epoch, self.welcomed + 1, message.stable
+                self.epoch, self.stable = message.epoch, message.stable
+                self._asked = False
+                if not self.welcomed:
+                    self.base = self.head = self.applied = message.first - 1
+                self.welcomed += 1
                 self._hear(message.first, message.events)
                 self._subscribe(message.outcomes)
+                self._send_again(message.received)
+                self._give_signs()
             case Refused():
                 self.refusals.append(message)
             case WhoAreYou():
-                self.send(self.hello)
-            case Resend():
-                raise AssertionError("nothing is lost on inproc")
+                self.again()
+            case Resend(received=received):
+                self._send_again(received)
+
+    def _send_again(self, received: int) -> None:
+        if received < len(self.said):
+            self.submit_from(received + 1, *self.said[received:])
+
+    def _give_signs(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+        heartbeat_s = self.stage.config.rank.heartbeat_s
+        self._beat = asyncio.get_running_loop().call_later(heartbeat_s, self._sign)
+
+    def _sign(self) -> None:
+        self.submit()
+        self._give_signs()
 
     def _subscribe(self, address: str) -> None:
         if self._outcomes is not None:
@@ -306,53 +346,100 @@ class RankPeer(Peer):
         self._outcomes.start()
 
     def _on_broadcast(self, frames: list[bytes]) -> None:
+        if self.stopped:
+            self._unread.append((self._on_broadcast, frames))
+            return
         message = decode_broadcast(frames[1])
         first = not self.listening
         self.listening = True
         self.broadcasts.append(message)
         self.stable = message.stable
-        if self._hear(message.first, message.events) or first:
+        if message.first > self.head + 1:
+            if not self._asked:
+                self._asked = True
+                self.send(self.hello_again())
+        elif self._hear(message.first, message.events) or first:
             self.submit()
+
+    def hello_again(self) -> Hello:
+        """The hello of a rank that has something already."""
+        fields = {name: getattr(self.hello, name) for name in Hello.__struct_fields__}
+        have = {"epoch": self.epoch, "acknowledged": self.head, "confirmed": len(self.said)}
+        return Hello(**(fields | have))
 
     def _hear(self, first: int, events: Iterable[Event]) -> bool:
         if not self.acknowledges:
             return False
         before = self.head
+        now_s = asyncio.get_running_loop().time()
         for number, event in enumerate(events, first):
             assert number <= self.head + 1, "a gap"
             if number == self.head + 1:
                 self.head = number
                 self.events.append(event)
+                self.heard_at_s.append(now_s)
+        self._news.set()
         return self.head > before
 
     def close(self) -> None:
         super().close()
+        if self._beat is not None:
+            self._beat.cancel()
         if self._outcomes is not None:
             self._outcomes.close()
 
 
 class WorkerPeer(Peer):
-    """Speaks for one worker. On ``auto`` connects and moves succeed at once."""
+    """Speaks for one worker. On ``auto`` connects, moves and fences succeed at once.
+
+    Attributes:
+        commands: what it was told to do, in order.
+
+    """
 
     def __init__(self, stage: Stage, worker: Worker, *, auto: bool) -> None:
         super().__init__(stage)
         self.worker = worker
         self.auto = auto
         self.commands: list[Command] = []
+        self.lands_after_settled = True
 
     async def join(self) -> None:
         """Introduce itself."""
         self.open()
-        self.send(WorkerHello(VERSION, self.worker.token, 1, lands_after_settled=True))
-        await eventually(lambda: self.worker.identity == self.identity)
+        self.send(WorkerHello(VERSION, self.worker.token, 1, self.lands_after_settled))
+        await eventually_async(lambda: self.worker.identity == self.identity, what="the worker is up")
 
     def report(self, *items: Report) -> None:
         """Report to the coordinator."""
         self.send(Reports(list(items)))
 
+    def of(self, kind: type[Command]) -> list[Command]:
+        """The commands of one kind."""
+        return [command for command in self.commands if isinstance(command, kind)]
+
     def moves(self) -> list[Move]:
         """The moves that were asked for."""
         return [command for command in self.commands if isinstance(command, Move)]
+
+    def revoked(self) -> set[int]:
+        """The moves that were revoked."""
+        return {move for command in self.commands if isinstance(command, Revoke) for move in command.moves}
+
+    async def commanded(self, count: int = 1) -> None:
+        """Wait until it was told to do ``count`` things."""
+        await eventually_async(lambda: len(self.commands) >= count, what=f"{count} commands")
+
+    async def move(self, index: int = 0) -> Move:
+        """Wait for a move that was asked for."""
+        await eventually_async(lambda: len(self.moves()) > index, what=f"move {index}")
+        return self.moves()[index]
+
+    def connect_all(self) -> None:
+        """Report every connect that it was asked for as done."""
+        for command in self.commands:
+            if isinstance(command, ConnectPeer):
+                self.report(Connected(command.peer, 0.001))
 
     def done(self, move: Move) -> None:
         """Report that a move has arrived."""
@@ -369,18 +456,13 @@ class WorkerPeer(Peer):
         if not isinstance(message, Commands):
             return
         self.commands += message.items
-        for command in message.items:
+        for command in message.items if self.auto else ():
             match command:
-                case ConnectPeer() if self.auto:
+                case ConnectPeer():
                     self.report(Connected(command.peer, 0.001))
-                case Move() if self.auto:
+                case Move():
                     self.done(command)
-                case FencePeer() if self.auto:
+                case FencePeer():
                     self.report(Fenced(command.peer))
                 case Revoke():
                     pass
-
-
-def bounds(**changes: float) -> Config:
-    """A configuration with other bounds of a handoff."""
-    return Config(handoff=HandoffBounds(**changes))

@@ -1,0 +1,221 @@
+"""A coordinator inside the test's own event loop, and the peers that a test puts around it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from typing import TYPE_CHECKING, Self
+
+import pytest
+import zmq
+from looptime import LoopTimeEventLoop
+
+from coordinator.config import Config, Listen
+from coordinator.messages import Role
+from coordinator.reasons import Reason
+from coordinator.service import Service
+from coordinator.worker.supervisor import Worker
+from tests.service.peers import RankPeer, WorkerPeer
+from tests.support.waiting import eventually_async
+
+if TYPE_CHECKING:
+    from tests.service.peers import Peer
+
+#: For a test under virtual time. Of the rounds in which the loop makes sure that nothing is left to do
+#: before it lets time pass, few are enough here: inproc sockets are ready at once.
+virtual_time = pytest.mark.looptime(noop_cycles=2)
+
+
+def now_s() -> float:
+    """The time of the running loop."""
+    return asyncio.get_running_loop().time()
+
+
+def config(**sections: dict[str, object]) -> Config:
+    """A configuration with other values, as ``config(handoff={"deadline_s": 60.0})``."""
+    return Config.model_validate(sections)
+
+
+async def turns(count: int = 50) -> None:
+    """Give everything that is ready its turn, without letting time pass."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class StandInWorker(Worker):
+    """A worker without a process: a ``WorkerPeer`` of the test speaks for it.
+
+    Attributes:
+        killed: why it was killed, each time.
+        immortal: ``kill`` does nothing, as to a process that hangs in the kernel.
+
+    """
+
+    killed: list[str]
+    immortal = False
+
+    def start(self) -> None:
+        """Have a secret, and wait for the test's peer."""
+        self.killed = []
+        self._born()
+
+    def kill(self, why: str) -> None:
+        """Die soon, and be born again."""
+        self.killed.append(why)
+        if not self.immortal:
+            asyncio.get_running_loop().call_soon(self.die, f"killed: {why}")
+
+    def die(self, cause: str = "killed by signal 11", *, hopeless: bool = False) -> None:
+        """Die by itself, and be born again unless that is hopeless."""
+        self.hopeless = hopeless
+        self.trouble = cause
+        self._events.worker_down(self, cause)
+        self.identity = None
+        if not hopeless:
+            self._born()
+
+    async def stop(self) -> None:
+        """End."""
+        if self.identity is not None:
+            self._events.worker_down(self, "stopped")
+        self.identity = None
+
+    def _born(self) -> None:
+        self.lives += 1
+        self.token = secrets.token_bytes(32)
+
+
+class Stage:
+    """A coordinator on inproc sockets, and the peers that a test puts around it.
+
+    At the end it checks what must hold after any test: each handoff's invariants, and that every
+    handoff that was ever opened has succeeded, failed, or is in flight.
+
+    Attributes:
+        virtual: whether time is virtual on this loop.
+
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, settings: Config | None = None) -> None:
+        number = next(self._numbers)
+        settings = settings or Config()
+        # Config itself refuses inproc: no other process could connect.
+        listen = Listen.model_construct(
+            control=(f"inproc://control-{number}",), outcomes=(f"inproc://outcomes-{number}",), advertise=""
+        )
+        # The pools of these ranks are only numbers: nobody maps them.
+        backend = settings.backend.model_copy(update={"hosting": "rank"})
+        self.config = settings.model_copy(update={"listen": listen, "backend": backend})
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.service = Service(self.config, self.context, hire=StandInWorker)
+        self.peers: list[Peer] = []
+        self.virtual = False
+
+    async def __aenter__(self) -> Self:
+        self.virtual = getattr(asyncio.get_running_loop(), "looptime_on", False)
+        await self.service.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            for peer in self.peers:
+                peer.close()
+            self.service.rooms.fail_all(
+                set(self.service.rooms.active.values()), Reason.DRAINING, "the test is over"
+            )
+            await self.service.stop()
+
+    def check(self) -> None:
+        """Assert what holds at any moment."""
+        rooms, counters = self.service.rooms, self.service.counters
+        for handoff in [*rooms.active.values(), *rooms.unreleased]:
+            handoff.machine.validate()
+            assert handoff.machine.state.terminal == (handoff in rooms.unreleased)
+        over = counters.succeeded + sum(counters.failed.values())
+        assert counters.opened == over + len(rooms.active), "opened = succeeded + failed + in flight"
+
+    async def empty(self, bound_s: float = 60.0) -> None:
+        """Wait until nothing is left of any handoff: no table has an entry."""
+        await eventually_async(lambda: not self.left(), bound_s)
+
+    def left(self) -> dict[str, object]:
+        """Every table that must be empty when no handoff is in flight and all engines have drained."""
+        service = self.service
+        groups = service.membership.groups.values()
+        crews = service.transfers.crews.values()
+        tables: dict[str, object] = {
+            "active": service.rooms.active,
+            "unreleased": service.rooms.unreleased,
+            "offers": list(service.rooms._offers._seen),
+            "flights": service.transfers.flights,
+            "route flights": [route.name for c in crews for route in c.routes.values() if route.flights],
+            "stalls": list(service.transfers._stalls._seen),
+            "ladders": service.releases._waiting,
+            "handoffs of groups": [group.name for group in groups if group.handoffs],
+            "verdicts to drain": {group.name: group.ended for group in groups if group.ended},
+            "events to acknowledge": [group.name for group in groups if group.live and len(group.log)],
+            "commands": [c.worker.name for c in crews if c.worker.identity and c.commands._items],
+        }
+        return {name: table for name, table in tables.items() if table}
+
+    async def group(self, role: Role, name: str, world_size: int, **changes: object) -> list[RankPeer]:
+        """Let a whole group join and be ready."""
+        ranks = [RankPeer(self, role, name, number, world_size, **changes) for number in range(world_size)]
+        for rank in ranks:
+            await rank.join()
+        await eventually_async(lambda: self.service.membership.groups[name].ready)
+        return ranks
+
+    async def workers(self, *, auto: bool = True) -> list[WorkerPeer]:
+        """Let a peer speak for every worker that has none."""
+        found = []
+        for crew in self.service.transfers.crews.values():
+            if crew.worker.identity is None and not crew.worker.hopeless:
+                peer = WorkerPeer(self, crew.worker, auto=auto)
+                await peer.join()
+                found.append(peer)
+        return found
+
+    async def pair(
+        self, world_size: int = 1, *, auto: bool = True
+    ) -> tuple[list[RankPeer], list[RankPeer], list[WorkerPeer]]:
+        """A prefill group ``p``, a decode group ``d``, and the workers between them.
+
+        Workers that are not on ``auto`` have connected, and forgotten the command to do so.
+        """
+        prefill = await self.group(Role.PREFILL, "p", world_size)
+        decode = await self.group(Role.DECODE, "d", world_size)
+        workers = await self.workers(auto=auto)
+        for worker in workers:
+            await worker.commanded()
+            if not auto:
+                worker.connect_all()
+                worker.commands.clear()
+        await turns()
+        return prefill, decode, workers
+
+    def worker(self, rank: RankPeer) -> StandInWorker:
+        """The worker of a prefill rank."""
+        member = self.service.membership.groups[rank.hello.group].ranks[rank.hello.rank]
+        assert member is not None
+        worker = self.service.transfers.crews[member].worker
+        assert isinstance(worker, StandInWorker)
+        return worker
+
+
+class VirtualStage(Stage):
+    """A stage whose time is virtual: on the standard loop, in a test marked ``virtual_time``."""
+
+    async def __aenter__(self) -> Stage:
+        loop = asyncio.get_running_loop()
+        # The mark does nothing on uvloop, without a word.
+        assert isinstance(loop, asyncio.SelectorEventLoop)
+        assert isinstance(loop, LoopTimeEventLoop)
+        assert loop.looptime_on
+        return await super().__aenter__()
