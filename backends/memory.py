@@ -88,7 +88,7 @@ def open_shared(path: str, size_bytes: int) -> int:
         message = f"{path!r} is not a file directly in {SHM_DIRECTORY}"
         raise InvalidTransferError(message)
     try:
-        # O_NONBLOCK: a FIFO or device put in its place must not hold us up.
+        # O_NONBLOCK: a device put in its place, or a lease on it, must not hold us up.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         message = (

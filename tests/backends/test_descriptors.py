@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Grid, InvalidTransferError, Part
 from backends.descriptors import check_parts, merged_runs
 
 REGION_BYTES = 1000
-NUMBERS = st.integers(-3, 40)
-GRIDS = st.builds(
+#: Of the regions, compared with where the destination grid ends.
+SPARE_BYTES = st.sampled_from([-1000, -1, 0, 1, 1000])
+NUMBERS = st.lists(st.integers(0, 4), min_size=1, max_size=3) | st.lists(st.integers(-2, 9), max_size=3)
+GOOD_GRIDS = st.builds(
     Grid,
-    region=st.integers(-1, 2),
-    offset_bytes=st.integers(-5, 400),
-    block_bytes=st.integers(-1, 40),
-    stride_bytes=st.integers(-1, 60),
-    count=st.integers(-1, 30),
+    region=st.integers(0, 1),
+    offset_bytes=st.integers(0, 50),
+    block_bytes=st.sampled_from([7, 8]),
+    stride_bytes=st.integers(8, 12),
+    count=st.integers(5, 8),
 )
+FIELDS = st.sampled_from(["region", "offset_bytes", "block_bytes", "stride_bytes", "count"])
+SPOILED_GRIDS = st.builds(
+    lambda grid, field, value: replace(grid, **{field: value}),
+    GOOD_GRIDS,
+    FIELDS,
+    st.sampled_from([-1, 0, 9]),
+)
+GRIDS = GOOD_GRIDS | SPOILED_GRIDS
 
 
 def int32(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(numbers, np.int32)
 
 
-def reachable(grid: Grid, numbers: list[int]) -> bool:
+def reachable(grid: Grid, numbers: list[int], region_bytes: int) -> bool:
     """Whether every block, one by one, is a block of the grid and inside the region."""
     return (
         grid.region in (0, 1)
@@ -34,26 +46,35 @@ def reachable(grid: Grid, numbers: list[int]) -> bool:
         and 0 < grid.block_bytes <= grid.stride_bytes
         and grid.offset_bytes >= 0
         and all(
-            grid.offset_bytes + number * grid.stride_bytes + grid.block_bytes <= REGION_BYTES
+            grid.offset_bytes + number * grid.stride_bytes + grid.block_bytes <= region_bytes
             for number in range(grid.count)
         )
         and all(0 <= number < grid.count for number in numbers)
     )
 
 
-@given(GRIDS, st.lists(NUMBERS, max_size=6), GRIDS, st.lists(NUMBERS, max_size=6))
+@settings(max_examples=500)
+@given(GRIDS, NUMBERS, GRIDS, NUMBERS, SPARE_BYTES)
 def test_only_what_lies_inside_is_accepted(
-    source: Grid, source_numbers: list[int], destination: Grid, numbers: list[int]
+    source: Grid, source_numbers: list[int], destination: Grid, numbers: list[int], spare_bytes: int
 ) -> None:
+    _check_one(source, source_numbers, destination, numbers, destination.end_bytes + spare_bytes)
+    _check_one(destination, source_numbers, destination, source_numbers, destination.end_bytes + spare_bytes)
+
+
+def _check_one(
+    source: Grid, source_numbers: list[int], destination: Grid, numbers: list[int], region_bytes: int
+) -> None:
+    """Compare the verdict on one part with that of the loops."""
     part = Part(source, int32(source_numbers), destination, int32(numbers))
     wanted = (
-        reachable(source, source_numbers)
-        and reachable(destination, numbers)
+        reachable(source, source_numbers, region_bytes)
+        and reachable(destination, numbers, region_bytes)
         and len(source_numbers) == len(numbers) > 0
         and source.block_bytes == destination.block_bytes
     )
     try:
-        size_bytes = check_parts([part], [REGION_BYTES] * 2, [REGION_BYTES] * 2)
+        size_bytes = check_parts([part], [region_bytes] * 2, [region_bytes] * 2)
     except InvalidTransferError:
         assert not wanted
     else:

@@ -142,6 +142,28 @@ def test_loading_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     assert "still logging" in log.read_text()
 
 
+def test_the_engine_complains_on_stderr_only() -> None:
+    """What it has to say about a bad device must not land in a stream of JSON lines."""
+    program = """
+from backends.base import BackendError
+from backends.registry import load
+try:
+    load("nixl")("us", {"devices": "nope0"}).start(sends=True)
+except BackendError:
+    print("refused")
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert found.stdout == "refused\n"
+    assert "UCX" in found.stderr
+
+
 # --- endpoints ---------------------------------------------------------------------------------
 
 
@@ -249,9 +271,13 @@ def test_links_give_back_what_they_took(
     peer, ours = make_peer(LARGE_BYTES), make_memory(LARGE_BYTES)
     backend = make_sender(ours)
 
+    # Scattered, so that the engine has much to remember about each write.
+    part = whole(LARGE_BYTES)
+    part = replace(part, destination_blocks=part.destination_blocks[::-1])
+
     def cycle() -> None:
         link = backend.connect("peer", peer.endpoint)
-        link.write([whole(LARGE_BYTES)])
+        link.write([part])
         link.fence()
 
     def resident_bytes() -> int:
