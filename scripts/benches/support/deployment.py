@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
+from coordinator.messages import Role
 from coordinator.sim.child import Child, start
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.errors import SimulationError
@@ -33,13 +34,13 @@ from scripts.benches.support.rank_process import READY_S, RankSettings
 
 if TYPE_CHECKING:
     from coordinator.layout import Layout
-    from coordinator.messages import Role
 
 #: Settings of a coordinator, by table of its TOML file.
 Tables = Mapping[str, Mapping[str, object]]
 
 _CONNECT_S: Final = 60.0
 _ENDING_S: Final = 5.0
+_LOOK_S: Final = 0.05
 #: Longest directory in which the path of a socket still fits; the kernel takes 107 bytes.
 _MAX_DIRECTORY: Final = 50
 
@@ -152,6 +153,7 @@ class Deployment:
         self._bench = bench
         self._backend = backend
         self._started: list[RankHandle] = []
+        self._prefill_ranks = 0
         self._awaited: dict[tuple[str, int], RankHandle] = {}
         self._cleanup = ExitStack()
         try:
@@ -199,11 +201,12 @@ class Deployment:
             rank = RankHandle(settings, self.directory, self._environment)
             self._awaited[group, number] = rank
             self._started.append(rank)
+            self._prefill_ranks += role is Role.PREFILL
             ranks.append(rank)
         return ranks
 
     def wait_ready(self) -> None:
-        """Wait until all ranks that were started hear the coordinator, and so do their groups.
+        """Wait until all ranks that were started hear the coordinator, and all workers are up.
 
         Raises:
             SimulationError: one does not in time.
@@ -219,6 +222,8 @@ class Deployment:
             self._awaited.pop(caller.recv()).attach(caller)
         for rank in ranks:
             rank.hear(READY_S)
+        # A worker that is starting takes CPU time from what is measured.
+        self._wait_for_log("worker.up", self._prefill_ranks)
 
     def check(self) -> None:
         """Raise SimulationError when the coordinator has ended."""
@@ -235,6 +240,19 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+    def _wait_for_log(self, event: str, times: int) -> None:
+        line = f'"event":"{event}"'
+        deadline_s = time.monotonic() + READY_S
+        while self.coordinator.log_path.read_text().count(line) < times:
+            self.check()
+            if time.monotonic() > deadline_s:
+                message = (
+                    f"{times} times {event} is awaited in the coordinator's log; its last lines:\n"
+                    f"{self.coordinator.tail()}"
+                )
+                raise SimulationError(message)
+            time.sleep(_LOOK_S)
 
     def _end_ranks(self) -> None:
         for rank in self._started:
