@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import msgspec
 import structlog
+from structlog.dev import ConsoleRenderer, plain_traceback
 
 from coordinator.log_writer import DirectWriter, Writer
 
@@ -157,9 +158,6 @@ def _render_json(_logger: WrappedLogger, _level: str, entry: EventDict) -> bytes
 
 
 def _console_renderer(*, colors: bool) -> Processor:
-    # Loads rich and its friends, which a service that logs JSON never needs.
-    from structlog.dev import ConsoleRenderer, plain_traceback  # noqa: PLC0415 - see above
-
     render = ConsoleRenderer(colors=colors, exception_formatter=plain_traceback)
 
     def safe(logger: WrappedLogger, level: str, entry: EventDict) -> str | bytes:
