@@ -17,6 +17,7 @@ from coordinator import addresses, logs, sockets
 from coordinator.broadcast import Broadcaster
 from coordinator.channel import Channel
 from coordinator.control import Control
+from coordinator.errors import ConfigError
 from coordinator.logs import get_logger
 from coordinator.membership import Membership
 from coordinator.messages import Role
@@ -80,7 +81,7 @@ class Service:
         self.rooms.overflowed = self.membership.lag
         self.addresses: list[str] = []
         self._bound: list[str] = []
-        self._private = Path()
+        self._private: Path | None = None
         self._workers_address = ""
         self._authenticator: ThreadAuthenticator | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,11 +92,14 @@ class Service:
         """Listen.
 
         Raises:
-            ConfigError: an address or a key cannot be used.
+            ConfigError: an address or a key cannot be used, or there is no room for temporary files.
 
         """
         listen = self.config.listen
-        self._private = Path(tempfile.mkdtemp(prefix="kv-coordinator-"))
+        try:
+            self._private = Path(tempfile.mkdtemp(prefix="kv-coordinator-"))
+        except OSError as error:
+            raise ConfigError([f"TMPDIR: cannot make a directory for the workers' socket: {error}"]) from error
         # Before any key is demanded: this one is in a directory of our own, for our own workers.
         self._workers_address = sockets.bind(self._router, f"ipc://{self._private}/workers", "workers")
         if self.config.security is not None:
@@ -233,7 +237,8 @@ class Service:
 
     def _remove_files(self) -> None:
         """Remove our socket files: libzmq does so too, but perhaps not before the process is gone."""
-        shutil.rmtree(self._private, ignore_errors=True)
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
         for bound in self._bound:
             if bound.startswith("ipc://"):
                 Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)
