@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import struct
 import time
 from typing import Final
 
@@ -70,11 +71,16 @@ class MappedPool:
 
 
 def _lock(descriptor: int) -> None:
-    """Wait until nobody else has the file locked, and lock it."""
+    """Wait until nobody else has the file locked, and lock it.
+
+    An open-file-description lock: it goes with this descriptor alone, and does not meet the
+    ``flock`` that a backend may use on the same file for reasons of its own.
+    """
+    whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     deadline_s = time.monotonic() + LOCK_S
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
         except BlockingIOError as error:
             if time.monotonic() >= deadline_s:
                 message = f"another worker has had it for {LOCK_S:g} s"
