@@ -99,7 +99,9 @@ class Service:
         try:
             self._private = Path(tempfile.mkdtemp(prefix="kv-coordinator-"))
         except OSError as error:
-            raise ConfigError([f"TMPDIR: cannot make a directory for the workers' socket: {error}"]) from error
+            raise ConfigError(
+                [f"TMPDIR: cannot make a directory for the workers' socket: {error}"]
+            ) from error
         # Before any key is demanded: this one is in a directory of our own, for our own workers.
         self._workers_address = sockets.bind(self._router, f"ipc://{self._private}/workers", "workers")
         if self.config.security is not None:

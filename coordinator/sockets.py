@@ -117,11 +117,16 @@ def _bounded(socket: zmq.Socket[bytes], limits: Limits) -> zmq.Socket[bytes]:
 
 
 def _claim(path: Path, key: str) -> None:
-    """Make the directory of a socket file, and see that nobody listens on that file."""
+    """Make the directory of a socket file, and see that nobody listens on that file.
+
+    libzmq removes whatever is there: that must be a socket that nobody uses any more.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"{key}: cannot make the directory {path.parent}: {error.strerror}"]) from error
+    if path.exists() and not path.is_socket():
+        raise ConfigError([f"{key}: {path} is there and is no socket; it would be removed"])
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         taken = probe.connect_ex(str(path)) not in {errno.ENOENT, errno.ECONNREFUSED}
     if taken:

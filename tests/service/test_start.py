@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,6 +31,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     own.destroy(linger=0)
 
 
+@asynccontextmanager
 async def started(service: Service) -> AsyncIterator[Service]:
     """Start a service, and stop it at the end, as ``coordinator.service.serve`` does."""
     try:
@@ -40,7 +42,7 @@ async def started(service: Service) -> AsyncIterator[Service]:
 
 
 async def start_and_stop(service: Service) -> None:
-    async for _ in started(service):
+    async with started(service):
         pass
 
 
@@ -56,3 +58,58 @@ async def test_no_room_for_temporary_files_is_a_sentence_and_nothing_is_removed(
     with pytest.raises(ConfigError, match="TMPDIR: cannot make a directory for the workers' socket"):
         await start_and_stop(Service(Config(listen=listen), context))
     assert (tmp_path / "precious").exists()
+
+
+async def test_an_address_that_is_listened_on_is_not_taken_away(
+    listen: Listen, context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    async with started(Service(Config(listen=listen), context)) as first:
+        with pytest.raises(
+            ConfigError, match=r"listen\.control: another process listens on .*control already"
+        ):
+            await start_and_stop(Service(Config(listen=listen), context))
+        assert (short_dir / "control").is_socket()
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(f"{short_dir}/control")
+        assert first.addresses == list(listen.control)
+    assert not list(short_dir.iterdir())
+
+
+async def test_a_socket_file_that_nobody_listens_on_is_no_obstacle(
+    listen: Listen, context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.bind(f"{short_dir}/control")
+    assert (short_dir / "control").is_socket()
+    await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_a_file_that_is_no_socket_is_not_replaced_by_one(
+    listen: Listen, context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    (short_dir / "outcomes").write_text("precious")
+    with pytest.raises(ConfigError, match=r"listen\.outcomes: .*outcomes is there and is no socket"):
+        await start_and_stop(Service(Config(listen=listen), context))
+    assert (short_dir / "outcomes").read_text() == "precious"
+
+
+async def test_a_directory_that_cannot_be_made_is_a_sentence(
+    context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    (short_dir / "file").touch()
+    listen = Listen(control=(f"ipc://{short_dir}/file/control",), outcomes=(f"ipc://{short_dir}/outcomes",))
+    with pytest.raises(ConfigError, match=r"listen\.control: cannot make the directory .*file"):
+        await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_a_port_that_is_taken_is_a_sentence(
+    context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        listen = Listen(
+            control=(f"tcp://127.0.0.1:{port}",),
+            outcomes=(f"ipc://{short_dir}/outcomes", "tcp://127.0.0.1:0"),
+        )
+        with pytest.raises(ConfigError, match=f"listen.control: cannot listen on tcp://127.0.0.1:{port}"):
+            await start_and_stop(Service(Config(listen=listen), context))
