@@ -46,6 +46,10 @@ async def start_and_stop(service: Service) -> None:
         pass
 
 
+def files_in(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
 async def test_no_room_for_temporary_files_is_a_sentence_and_nothing_is_removed(
     listen: Listen,
     context: zmq.Context[zmq.Socket[bytes]],
@@ -72,7 +76,7 @@ async def test_an_address_that_is_listened_on_is_not_taken_away(
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(f"{short_dir}/control")
         assert first.addresses == list(listen.control)
-    assert not list(short_dir.iterdir())
+    assert not files_in(short_dir)
 
 
 async def test_a_socket_file_that_nobody_listens_on_is_no_obstacle(
