@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from coordinator.sim.errors import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _TAIL_BYTES: Final = 4096
 _TAIL_LINES: Final = 12
 #: How long a process may take to go away after SIGKILL.
 _KILL_S: Final = 10.0
+_POLL_S: Final = 0.001
 
 
 class Process(Protocol):
@@ -89,8 +91,19 @@ class Child:
         return "\n".join(f"    {line}" for line in lines) or "    (no output)"
 
     def stop(self) -> None:
-        """SIGSTOP: it stands still until ``cont``."""
+        """SIGSTOP: it stands still when this returns, until ``cont``.
+
+        Raises:
+            SimulationError: it does not stop.
+
+        """
         self._process.send_signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + _KILL_S
+        while self.alive and not _is_stopped(self.pid):
+            if time.monotonic() > deadline_s:
+                message = f"{self.name} (pid {self.pid}) does not stop"
+                raise SimulationError(message)
+            time.sleep(_POLL_S)
 
     def cont(self) -> None:
         """SIGCONT."""
@@ -156,6 +169,15 @@ def start(
         except OSError as error:
             message = f"{command[0]} cannot be started: {error}"
             raise SimulationError(message) from error
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the kernel says ``T`` of it; the name before that, in parentheses, may be anything."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] == "T"
 
 
 def _ending(code: int) -> str:

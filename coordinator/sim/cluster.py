@@ -285,8 +285,9 @@ class Cluster:
 
     @property
     def _environment(self) -> dict[str, str]:
-        # One thread each: the ranks share few cores.
-        return {**os.environ, "OMP_NUM_THREADS": "1", **self.options.environment}
+        # One thread each: the ranks share few cores. What a killed process leaves goes with our directory.
+        ours = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)}
+        return {**os.environ, **ours, **self.options.environment}
 
     def _send(self, party: Party, command: Command) -> None:
         label = f"{party.group}#{party.incarnation}/0"

@@ -78,8 +78,8 @@ class Drive:
         except SimulationError as error:
             problems.append(str(error))
         self._times.end_s = time.monotonic()
-        if not problems:
-            problems += self._finish()
+        # Also after a wait in vain: the last states tell who holds what.
+        problems += self._finish()
         options = self._cluster.options
         return summarize(
             self._book,

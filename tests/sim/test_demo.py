@@ -1,0 +1,124 @@
+"""The demo, whole: what it shows, what it writes, and that it fails when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coordinator.sim.demo import DemoOptions, run
+from coordinator.sim.engine import Sabotage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.processes import Programs
+
+KEYS = [
+    *("backend", "handoffs", "succeeded", "failed", "unresolved", "corrupt_pages", "bytes_moved"),
+    *("seconds", "p50_ms", "p99_ms", "heal_s", "ranks_agree"),
+]
+
+
+def show(tmp_path: Path, options: DemoOptions) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "result.json"
+    code = run(DemoOptions(**{**_fields(options), "json_path": path}))
+    return code, json.loads(path.read_text())
+
+
+def _fields(options: DemoOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__slots__}
+
+
+def check_good(code: int, result: dict[str, Any], backend: str, handoffs: int) -> None:
+    assert list(result) == KEYS
+    assert result["backend"] == backend
+    assert result["handoffs"] == handoffs
+    assert result["succeeded"] + sum(result["failed"].values()) == handoffs
+    assert result["succeeded"] > 0
+    assert result["unresolved"] == 0
+    assert result["corrupt_pages"] == 0
+    assert result["ranks_agree"] is True
+    # Decode was killed with handoffs in flight, and handoffs to its next incarnation succeeded.
+    assert set(result["failed"]) & {"peer_lost", "peer_restarted"}
+    assert result["heal_s"] > 0
+    assert result["bytes_moved"] > 0
+    assert 0 < result["p50_ms"] <= result["p99_ms"]
+    assert code == 0
+
+
+def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = show(tmp_path, DemoOptions(backend="loopback", handoffs=60))
+    check_good(code, result, "loopback", 60)
+    output = capsys.readouterr().out
+    for text in (
+        "decode-0 is killed now",
+        "first handoff to it succeeded",
+        "60 handoffs by loopback",
+        "All is well",
+    ):
+        assert text in output
+
+
+@pytest.mark.nixl
+def test_nixl(tmp_path: Path) -> None:
+    pytest.importorskip("nixl_cu12", reason="there is no nixl wheel here")
+    code, result = show(tmp_path, DemoOptions(backend="nixl", handoffs=60))
+    check_good(code, result, "nixl", 60)
+
+
+def test_a_corrupt_page_a_missing_release_and_a_rank_that_differs_are_all_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = DemoOptions(
+        backend="loopback",
+        handoffs=20,
+        settle_s=4.0,
+        sabotage={"prefill-0": Sabotage.SKIP_RELEASE, "decode-0": Sabotage.CORRUPT_PAGE},
+    )
+    code, result = show(tmp_path, options)
+    assert code == 1
+    assert result["corrupt_pages"] >= 1
+    assert result["unresolved"] == 1
+    assert result["ranks_agree"] is False
+    output = capsys.readouterr().out
+    assert "Something is wrong" in output
+    assert "release at prefill-0 #1 rank 1" in output
+    assert "prefill-0 #1: ranks [0, 1] are not alike" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (DemoOptions("loopback", 2, 4), "unequal size cannot hand over"),
+        (DemoOptions("no-such"), "there is no backend named 'no-such'"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_sentence(
+    options: DemoOptions, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(options) == 2
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_result_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(DemoOptions("loopback", json_path=tmp_path / "no" / "result.json")) == 2
+    assert "there is no such directory" in capsys.readouterr().out
+
+
+def test_an_interrupted_demo_cleans_up(programs: Programs, short_dir: Path) -> None:
+    program = programs.python(
+        *("-m", "coordinator", "demo", "--backend", "loopback", "--handoffs", "100000"),
+        environment={"TMPDIR": str(short_dir)},
+    )
+    program.says("All ranks are ready", timeout_s=30)
+    program.process.send_signal(signal.SIGINT)
+    # An impatient person, or a supervisor, does not disturb the cleaning up.
+    program.process.send_signal(signal.SIGTERM)
+    assert program.wait(20) == 130
+    assert "Interrupted" in program.output()
+    assert not list(short_dir.iterdir())
