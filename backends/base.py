@@ -166,11 +166,15 @@ class Link(ABC):
     def write(self, parts: Sequence[Part]) -> Transfer:
         """Post one write of all ``parts`` (at least one block in all).
 
+        The transfer may be terminal at once. A failure after something may have been posted is no
+        exception but a ``FAILED`` transfer.
+
         Raises:
             InvalidTransferError: a block lies outside its grid, a grid outside its region, the
                 arrays differ in length or the block sizes differ. Nothing was posted.
             PeerDisconnectedError: the peer is known to be gone. Nothing was posted.
-            TransferError: the engine refused the post. Nothing was posted.
+            TransferError: the engine refused the post, or ``max_outstanding_per_peer`` transfers
+                are not settled yet. Nothing was posted.
 
         """
 
@@ -249,6 +253,8 @@ class Backend(ABC):
     @abstractmethod
     def register(self, region: Region) -> int:
         """Make memory usable, as source and as destination; returns its number (0, 1, ...).
+
+        Links that are open, and endpoints handed out before, need not know of it.
 
         Raises:
             InvalidTransferError: an empty region, one that overlaps another, or unknown memory.

@@ -347,15 +347,15 @@ def test_a_peer_that_died_before(
 
 
 def test_a_peer_that_dies_in_the_middle(
-    rig: Rig, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+    rig: Rig, peer: Peer, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:
     """Every transfer to it fails and settles; another peer's goes on; case C10."""
-    peer, other = make_peer(LARGE_BYTES), make_peer(LARGE_BYTES)
+    doomed = make_peer(LARGE_BYTES)
     backend = make_sender(make_memory(LARGE_BYTES, seed=1))
-    link, other_link = backend.connect("peer", peer.endpoint), backend.connect("other", other.endpoint)
-    with held_up(rig, peer, link) as transfer:
+    link, other_link = backend.connect("doomed", doomed.endpoint), backend.connect("other", peer.endpoint)
+    with held_up(rig, doomed, link) as transfer:
         second = link.write([whole(LARGE_BYTES)])
-        peer.kill()
+        doomed.kill()
         for moving in (transfer, second):
             assert until_terminal(moving) is Status.FAILED
             assert isinstance(moving.error, PeerDisconnectedError)
@@ -461,10 +461,11 @@ def test_outstanding_transfers_are_bounded(
 
 @pytest.mark.parametrize("how", ["closed", "not closed", "moving"])
 def test_the_process_ends_in_good_order(
-    rig: Rig, make_peer: MakePeer, make_memory: MakeMemory, how: str
+    rig: Rig, peer: Peer, make_peer: MakePeer, make_memory: MakeMemory, how: str
 ) -> None:
     """Exit code 0 and not one byte of a native library's on stdout."""
-    peer, ours = make_peer(LARGE_BYTES), make_memory(LARGE_BYTES, seed=1)
+    peer = make_peer(LARGE_BYTES) if how == "moving" else peer
+    ours = make_memory(LARGE_BYTES, seed=1)
     program = [sys.executable, "-m", "tests.backends.sender_program", rig.name, json.dumps(rig.options)]
     arguments = [ours.path, str(LARGE_BYTES), peer.endpoint.hex(), how]
     with subprocess.Popen(
