@@ -271,10 +271,10 @@ class HandoffMachine:
 
     def _tell(self, now_s: float, event: Event) -> None:
         cause = type(event).__name__
-        if isinstance(event, Aborted | MoveFailed):
-            cause = f"{cause} {event.failure.reason}: {event.failure.message}"
-        elif isinstance(event, Opened | Sent | Offered | Extended):
+        if isinstance(event, Opened | Sent | Offered | Extended):
             cause = f"{cause} by rank {event.rank}"
+        if self.failure is not None:
+            cause = f"{cause} {self.failure.reason}: {self.failure.message}"
         self.story.append(Step(now_s, self.state, cause))
         if len(self.story) > STORY_LENGTH:
             del self.story[1]
