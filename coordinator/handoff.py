@@ -71,6 +71,7 @@ class Handoff:
         opened_at_s, complete_at_s, concluded_at_s: when, on the loop's clock.
         moved_bytes: bytes that have arrived.
         flights: its moves that are under way or not quiet yet, by number.
+        sides_told: how many sides' release the log has told.
 
     """
 
@@ -88,6 +89,7 @@ class Handoff:
         "moved_bytes",
         "opened_at_s",
         "prefill",
+        "sides_told",
     )
 
     def __init__(self, room: int, attempt: int, desk: Desk) -> None:
@@ -101,6 +103,7 @@ class Handoff:
         self.concluded_at_s = 0.0
         self.moved_bytes = 0
         self.flights: dict[int, Flight] = {}
+        self.sides_told = 0
         self._desk = desk
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()

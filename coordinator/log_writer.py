@@ -73,6 +73,8 @@ class Writer:
             return
         self._lines.append(line)
         if self._asleep:
+            # Once is enough: until the thread runs, every further line would pay for it again.
+            self._asleep = False
             self._wake.set()
 
     def close(self, timeout_s: float) -> None:

@@ -304,18 +304,27 @@ class Rooms:
             self._counters.succeeded += 1
         else:
             self._counters.failed[failure.reason] += 1
-        self.trail(handoff, "handoff.outcome")
+        self._counters.bytes_moved += handoff.moved_bytes
+        self._log_outcome(handoff)
 
     def released(self, handoff: Handoff, side: Role) -> None:
         """Tell one side that its pages are quiet."""
+        machine = handoff.machine
         group = handoff.prefill if side is Role.PREFILL else handoff.decode
         if group is not None:
-            self.tell(group, handoff.room, Released(handoff.room, handoff.machine.attempt))
+            self.tell(group, machine.room, Released(machine.room, machine.attempt))
+        if handoff.sides_told == 0 and not machine.held:
+            handoff.sides_told = 1  # the other side follows at once: one line for both
+        else:
             held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
+            both = handoff.sides_told == 1 and held_s == 0.0
             _log.info(
-                "handoff.released", group=group.name, room=handoff.room, attempt=handoff.machine.attempt,
-                side=side.value, held_s=round(held_s, 4),
-            )  # fmt: skip
+                "handoff.released",
+                **self._who(handoff),
+                side="both" if both else side.value,
+                held_s=round(held_s, 4),
+            )
+            handoff.sides_told += 1
         self.releases.changed(handoff)
 
     def late(self, handoff: Handoff, event: Event) -> None:
@@ -325,19 +334,28 @@ class Rooms:
         _log.info("handoff.late", **self._who(handoff), event_kind=kind, state=handoff.machine.state.value)
 
     def trail(self, handoff: Handoff, step: str) -> None:
-        """Log a step of a handoff's trail, with how long the one before took."""
+        """Log a step of a handoff's trail, with how long it took up to here."""
         now_s = asyncio.get_running_loop().time()
-        fields: dict[str, object] = {"total_s": round(now_s - handoff.opened_at_s, 4)}
-        if handoff.complete_at_s:
-            fields["after_prefill_s"] = round(now_s - handoff.complete_at_s, 4)
-        if step == "handoff.outcome":
-            failure = handoff.machine.failure
-            fields["outcome"] = "succeeded" if failure is None else "failed"
-            fields["bytes"] = handoff.moved_bytes
-            if failure is not None:
-                fields |= {"reason": failure.reason, "origin": failure.origin, "message": failure.message}
-            self._counters.bytes_moved += handoff.moved_bytes
-        _log.info(step, **self._who(handoff), **fields)
+        complete_s = handoff.complete_at_s
+        _log.info(
+            step,
+            **self._who(handoff),
+            total_s=round(now_s - handoff.opened_at_s, 4),
+            after_prefill_s=round(now_s - complete_s, 4) if complete_s else None,
+        )
+
+    def _log_outcome(self, handoff: Handoff) -> None:
+        failure = handoff.machine.failure
+        complete_s = handoff.complete_at_s
+        _log.info(
+            "handoff.outcome",
+            **self._who(handoff),
+            outcome="succeeded" if failure is None else "failed",
+            **({} if failure is None else msgspec.structs.asdict(failure)),
+            total_s=round(handoff.concluded_at_s - handoff.opened_at_s, 4),
+            after_prefill_s=round(handoff.concluded_at_s - complete_s, 4) if complete_s else None,
+            bytes=handoff.moved_bytes,
+        )
 
     async def make_quiet(self, handoff: Handoff) -> None:
         """Wait, then use force, until nothing of a failed handoff moves any more."""
