@@ -88,7 +88,9 @@ class Broadcaster:
         self._flush_scheduled = False
         due, self._due = self._due, {}
         for group in due:
-            self._send(group)
+            # A new engine may listen under the old one's name, whose numbers are not its own.
+            if not group.deserted:
+                self._send(group)
 
     async def beat(self, groups: dict[str, Group]) -> None:
         """Send a heartbeat to every group that heard nothing, for ever."""

@@ -103,6 +103,11 @@ class Group:
         """The members that are alive."""
         return [rank for rank in self.ranks if rank is not None and rank.alive]
 
+    @property
+    def deserted(self) -> bool:
+        """Whether every member that it ever had is gone: nobody hears it any more."""
+        return all(rank is None or rank.gone for rank in self.ranks)
+
     def received(self) -> list[int]:
         """For each rank, up to which number its items have arrived."""
         return [0 if rank is None else rank.received for rank in self.ranks]

@@ -70,7 +70,8 @@ class Membership:
             bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
             return self.refused(hello, "full", bound, fatal=False)
         holder = group.ranks[hello.rank]
-        if holder is not None and holder.hello.instance == hello.instance:
+        # One that is gone cannot return: this hello was on the way when its process died.
+        if holder is not None and holder.hello.instance == hello.instance and not holder.gone:
             return self._returned(holder, hello, identity, epoch)
         if holder is not None and holder.alive:
             refusal = self._contest(holder, hello)
@@ -111,7 +112,7 @@ class Membership:
     def confirm_alive(self, rank: Rank) -> bool:
         """Look at once whether a rank's process still runs; a dead one is lost on the spot."""
         pidfd = self._pidfds.get(rank)
-        if pidfd is not None and select.select([pidfd], [], [], 0)[0]:
+        if pidfd is not None and _readable(pidfd):
             self._died(rank)
         return rank.alive
 
@@ -136,7 +137,7 @@ class Membership:
         """Give a rank its place, whoever held it; it has its group's events up to ``have``."""
         holder = group.ranks[hello.rank]
         if holder is not None:
-            self.lose(holder, Reason.PEER_RESTARTED, "its place was taken by a new process", gone=True)
+            self.lose(holder, _restart(holder), "its place was taken by a new process", gone=True)
             self.groups[group.name] = group
         rank = Rank(group, hello, identity, have, asyncio.get_running_loop().time())
         group.ranks[hello.rank] = rank
@@ -254,7 +255,7 @@ class Membership:
             # Nobody is left of the former engine: this is a new one under the old name.
             for rank in group.ranks:
                 if rank is not None:
-                    self.lose(rank, Reason.PEER_RESTARTED, "replaced by another engine", gone=True)
+                    self.lose(rank, _restart(rank), "replaced by another engine", gone=True)
             self.groups.pop(group.name, None)
             return None
         return f"group {group.name} is registered otherwise: {', '.join(different)}"
@@ -288,9 +289,12 @@ class Membership:
             return
         try:
             pidfd = os.pidfd_open(process.pid)
-        except OSError:
-            # No such process: it died while its hello was on the way.
+        except ProcessLookupError:
+            # It died while its hello was on the way.
             asyncio.get_running_loop().call_soon(self._died, rank)
+            return
+        except (OSError, OverflowError) as error:
+            _log.warning("rank.unwatched", rank=rank.name, pid=process.pid, error=str(error))
             return
         self._pidfds[rank] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._died, rank)
@@ -311,12 +315,16 @@ class Membership:
         self.lose(rank, _loss(rank), message, gone=False)
 
     def _drop_if_empty(self, group: Group) -> None:
-        if all(rank is None or rank.gone for rank in group.ranks) and self.groups.get(group.name) is group:
+        if group.deserted and self.groups.get(group.name) is group:
             del self.groups[group.name]
 
 
 def _loss(rank: Rank) -> Reason:
     return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_LOST
+
+
+def _restart(rank: Rank) -> Reason:
+    return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_RESTARTED
 
 
 def _bad_pool(path: str, size_bytes: int) -> str | None:
@@ -343,6 +351,13 @@ def _read(path: str) -> str:
     with contextlib.suppress(OSError), open(path, encoding="ascii") as file:  # noqa: PTH123 - /proc, no Path needed
         return file.read().strip()
     return ""
+
+
+def _readable(fd: int) -> bool:
+    # Not select.select: that one takes no descriptor over 1023.
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _namespace() -> int:

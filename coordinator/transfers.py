@@ -171,9 +171,10 @@ class Transfers:
         for route in crew.routes.values():
             route.state = RouteState.DOWN
             self._forget_clocks(route)
-            for flight in list(route.flights.values()):
-                failure = Failure(Reason.TRANSPORT, worker.rank.name, f"the {worker.name} died: {cause}")
-                self._flight_failed(flight, failure, settled=True, started=True)
+        failure = Failure(Reason.TRANSPORT, worker.rank.name, f"the {worker.name} died: {cause}")
+        # All of them: those to decode ranks that are gone have no route in the crew any more.
+        for flight in [flight for flight in self.flights.values() if flight.route.crew is crew]:
+            self._flight_failed(flight, failure, settled=True, started=True)
 
     def dismiss(self, rank: Rank) -> None:
         """Forget a worker that has ended for good."""

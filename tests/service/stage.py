@@ -20,6 +20,7 @@ from tests.service.peers import RankPeer, WorkerPeer
 from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
+    from coordinator.groups import Rank
     from tests.service.peers import Peer
 
 #: For a test under virtual time. Of the rounds in which the loop makes sure that nothing is left to do
@@ -48,16 +49,18 @@ class StandInWorker(Worker):
 
     Attributes:
         killed: why it was killed, each time.
-        immortal: ``kill`` does nothing, as to a process that hangs in the kernel.
+        immortal: it does not die, as a process that hangs in the kernel; until ``die``.
 
     """
 
     killed: list[str]
     immortal = False
+    _dead: asyncio.Event
 
     def start(self) -> None:
         """Have a secret, and wait for the test's peer."""
         self.killed = []
+        self._dead = asyncio.Event()
         self._born()
 
     def kill(self, why: str) -> None:
@@ -72,14 +75,18 @@ class StandInWorker(Worker):
         self.trouble = cause
         self._events.worker_down(self, cause)
         self.identity = None
-        if not hopeless:
+        if hopeless or self._stopping.is_set():
+            self._dead.set()
+        else:
             self._born()
 
     async def stop(self) -> None:
-        """End."""
-        if self.identity is not None:
-            self._events.worker_down(self, "stopped")
-        self.identity = None
+        """End; at once unless it is immortal."""
+        self._stopping.set()
+        if self.immortal:
+            await self._dead.wait()
+        elif not self._dead.is_set():
+            self.die("stopped")
 
     def _born(self) -> None:
         self.lives += 1
@@ -126,6 +133,9 @@ class Stage:
         finally:
             for peer in self.peers:
                 peer.close()
+            for crew in self.service.transfers.crews.values():
+                assert isinstance(crew.worker, StandInWorker)
+                crew.worker.immortal = False
             self.service.rooms.fail_all(
                 set(self.service.rooms.active.values()), Reason.DRAINING, "the test is over"
             )
@@ -140,9 +150,13 @@ class Stage:
         over = counters.succeeded + sum(counters.failed.values())
         assert counters.opened == over + len(rooms.active), "opened = succeeded + failed + in flight"
 
-    async def empty(self, bound_s: float = 60.0) -> None:
+    async def empty(self, bound_s: float = 20.0) -> None:
         """Wait until nothing is left of any handoff: no table has an entry."""
-        await eventually_async(lambda: not self.left(), bound_s)
+        end_s, pause_s = now_s() + bound_s, 0.01
+        while left := self.left():
+            assert now_s() < end_s, f"still left after {bound_s:g} s: {left}"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
 
     def left(self) -> dict[str, object]:
         """Every table that must be empty when no handoff is in flight and all engines have drained."""
@@ -200,11 +214,21 @@ class Stage:
         await turns()
         return prefill, decode, workers
 
-    def worker(self, rank: RankPeer) -> StandInWorker:
-        """The worker of a prefill rank."""
+    def member(self, rank: RankPeer) -> Rank:
+        """What the coordinator knows of a rank."""
         member = self.service.membership.groups[rank.hello.group].ranks[rank.hello.rank]
         assert member is not None
-        worker = self.service.transfers.crews[member].worker
+        assert member.hello.instance == rank.hello.instance
+        return member
+
+    def died(self, rank: RankPeer) -> None:
+        """Let the coordinator see that the process of a rank does not run any more."""
+        rank.stop()
+        self.service.membership._died(self.member(rank))
+
+    def worker(self, rank: RankPeer) -> StandInWorker:
+        """The worker of a prefill rank."""
+        worker = self.service.transfers.crews[self.member(rank)].worker
         assert isinstance(worker, StandInWorker)
         return worker
 
@@ -212,7 +236,7 @@ class Stage:
 class VirtualStage(Stage):
     """A stage whose time is virtual: on the standard loop, in a test marked ``virtual_time``."""
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         # The mark does nothing on uvloop, without a word.
         assert isinstance(loop, asyncio.SelectorEventLoop)
