@@ -49,11 +49,11 @@ class _Ending(Enum):
 class Child:
     """One process and its output."""
 
-    def __init__(self, name: str, process: Process, log: Path) -> None:
-        """Watch over ``process``, whose output goes to ``log``."""
+    def __init__(self, name: str, process: Process, *logs: Path) -> None:
+        """Watch over ``process``, whose output goes to ``logs``."""
         self.name = name
         self._process = process
-        self._log = log
+        self._logs = logs
         self._accepts = _Ending.NONE
 
     @property
@@ -82,12 +82,7 @@ class Child:
 
     def tail(self) -> str:
         """Return the last lines of its output."""
-        try:
-            with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError as error:
-            return f"    (no output: {error})"
+        lines = [line for log in self._logs for line in _last_lines(log)]
         return "\n".join(f"    {line}" for line in lines) or "    (no output)"
 
     def stop(self) -> None:
@@ -143,25 +138,29 @@ class Child:
 
 def start(
     command: Sequence[str],
-    log: Path,
     environment: Mapping[str, str],
-    *,
-    stdin: int = subprocess.DEVNULL,
-    stdout: int | None = None,
+    errors: Path,
+    output: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program; what it writes to stderr, and to stdout if nothing else is said, goes to ``log``.
+    """Start a program.
+
+    Args:
+        command: the program and its arguments.
+        environment: all of its environment.
+        errors: the file to which stderr is appended.
+        output: the file to which stdout is appended; None: stdin and stdout are pipes.
 
     Raises:
         SimulationError: it cannot be started.
 
     """
-    with log.open("ab") as output:
+    with errors.open("ab") as stderr, (output or errors).open("ab") as stdout:
         try:
             return subprocess.Popen(  # noqa: S603 - the command is ours, there is no shell
                 command,
-                stdin=stdin,
-                stdout=output if stdout is None else stdout,
-                stderr=output,
+                stdin=subprocess.PIPE if output is None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if output is None else stdout,
+                stderr=stderr,
                 env=dict(environment),
                 # Ctrl-C is for the driver: it ends its children in good order.
                 process_group=0,
@@ -169,6 +168,16 @@ def start(
         except OSError as error:
             message = f"{command[0]} cannot be started: {error}"
             raise SimulationError(message) from error
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return [f"(no output: {error})"]
+    return [line for line in lines if line.strip()][-_TAIL_LINES:]
 
 
 def _is_stopped(pid: int) -> bool:

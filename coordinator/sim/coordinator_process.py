@@ -24,6 +24,7 @@ class CoordinatorProcess:
         control: its address for ranks.
         config_path: its configuration.
         log_path: its log, one JSON object a line.
+        errors_path: what it and its workers write to stderr; native libraries are noisy.
 
     """
 
@@ -34,6 +35,7 @@ class CoordinatorProcess:
         self.control = f"ipc://{directory}/control"
         self.config_path = directory / "coordinator.toml"
         self.log_path = directory / "coordinator.log"
+        self.errors_path = directory / "coordinator.err"
         self._environment = environment
         self._child: Child | None = None
         sockets: dict[str, Mapping[str, object]] = {
@@ -54,8 +56,8 @@ class CoordinatorProcess:
             raise SimulationError(message)
         command = (sys.executable, "-m", "coordinator.sim.leash", str(os.getpid()))
         arguments = ("serve", "--config", str(self.config_path))
-        process = start((*command, *arguments), self.log_path, self._environment)
-        self._child = Child("coordinator", process, self.log_path)
+        process = start((*command, *arguments), self._environment, self.errors_path, self.log_path)
+        self._child = Child("coordinator", process, self.log_path, self.errors_path)
 
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""

@@ -45,7 +45,7 @@ class ForkServer:
         self._ended: dict[int, int] = {}
         log = directory / "forkserver.log"
         command = (sys.executable, "-m", "coordinator.sim.forkserver", str(os.getpid()))
-        process = start(command, log, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = start(command, environment, errors=log)
         self._child = Child("the fork server", process, log)
         if process.stdin is None or process.stdout is None:
             message = "the fork server has no pipes"
