@@ -8,7 +8,8 @@ Theory of operation
     sign of life every ``heartbeat_s``. It says ``Hello`` again when
 
     - events are missing (the answer brings all that it has not acknowledged);
-    - the coordinator does not know it, or a broadcast is of another epoch (a new coordinator);
+    - the coordinator does not know it, or a broadcast is of another epoch (a new coordinator, to
+      whom it reports what it remembers);
     - the connection took nothing more, or nothing was heard for ``away_after_s``.
 
     In the last two cases it is not joined until the next ``Welcome``; what the engine says
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.client.inbox import Head, Inbox
+from coordinator.client.inbox import NO_EPOCH, Head, Inbox
 from coordinator.client.outbox import Outbox
+from coordinator.client.recollection import Recollection
 from coordinator.errors import CoordinatorError, QueueFullError, RefusedError
 from coordinator.messages import MAX_ITEMS, Hello, Refused, Resend, Submit, Welcome, WhoAreYou
 
@@ -86,6 +88,7 @@ class Conversation:
         self.name = f"{hello.group}/{hello.rank}"
         self.inbox = Inbox(settings.undrained_events)
         self.outbox = Outbox()
+        self._recollection = Recollection()
         self.state = RankState.CONNECTING
         self.fault: CoordinatorError | None = None
         self.news = False
@@ -98,6 +101,7 @@ class Conversation:
         self._settings = settings
         self._last_word = ""
         self.joined = False
+        self._asked = False
         self._blocked = False
         self._listening = False
         self._acknowledge = False
@@ -112,8 +116,8 @@ class Conversation:
 
     # --- the engine's side -------------------------------------------------------------------
 
-    def say(self, turn: int, item: Item, size_bytes: int) -> None:
-        """Queue an item, whose ``after`` is a number of the epoch ``turn``.
+    def say(self, item: Item, size_bytes: int) -> None:
+        """Queue an item.
 
         Raises:
             QueueFullError: the coordinator has not confirmed what fills the queue.
@@ -129,7 +133,8 @@ class Conversation:
                 f"{settings.queue_bytes} bytes); {self.explain()}"
             )
             raise QueueFullError(message)
-        outbox.put(turn, item, size_bytes)
+        outbox.put(item, size_bytes)
+        self._recollection.spoke(item)
 
     def drain(self, through: Head | None) -> list[Event]:
         """Hand over the events up to ``through``, or all; the inbox must reach it.
@@ -199,7 +204,7 @@ class Conversation:
         # What was said may be lost with the connection: no answer to it is awaited.
         self._unanswered = 0
         self._leave(now_s)
-        if self.inbox.epoch:
+        if self.inbox.epoch != NO_EPOCH:
             self._become(RankState.COORDINATOR_AWAY)
 
     def unblocked(self) -> None:
@@ -246,9 +251,13 @@ class Conversation:
             case Refused():
                 self._refused(message)
             case WhoAreYou():
+                # One of another epoch asks what this rank remembers: a Hello without that is no answer.
+                if not self._asked and self.inbox.epoch not in {NO_EPOCH, message.epoch}:
+                    self._asked = True
+                    self._unanswered = 0
                 self._leave(now_s)
                 self._become(RankState.CONNECTING)
-            case Resend():
+            case Resend() if self.joined:
                 self._confirm(message.received, now_s)
                 # Everything that was under way behind a gap is answered so; one rewind is enough.
                 if now_s - self._rewound_at_s > _REWIND_INTERVAL_S:
@@ -256,7 +265,7 @@ class Conversation:
 
     def hear_broadcast(self, broadcast: Broadcast, now_s: float) -> None:
         """Take a broadcast to this rank's group."""
-        if self.fault is not None or self.inbox.is_past(broadcast.epoch):
+        if self.fault is not None or self._is_over(broadcast.epoch):
             return
         self._heard_at_s = now_s
         if broadcast.epoch != self.inbox.epoch:
@@ -282,6 +291,7 @@ class Conversation:
             epoch=self.inbox.epoch,
             acknowledged=self.inbox.have,
             confirmed=self.outbox.confirmed,
+            memory=self._recollection.report(self.inbox.base) if self._asked else None,
         )
 
     def _submit(self, now_s: float) -> Submit:
@@ -290,30 +300,31 @@ class Conversation:
             self._confirmed_at_s = now_s
         first = outbox.sent + 1
         items = [
-            # A number of an earlier epoch means nothing now: the engine has drained nothing of this one.
-            entry.item if entry.turn == inbox.turn else msgspec.structs.replace(entry.item, after=inbox.base)
-            for entry in outbox.take(MAX_ITEMS, BATCH_BYTES)
+            # It was said before this rank knew that it joins late.
+            item if item.after >= inbox.base else msgspec.structs.replace(item, after=inbox.base)
+            for item in outbox.take(MAX_ITEMS, BATCH_BYTES)
         ]
         self._acknowledge = False
         self._submit_at_s = now_s + self._heartbeat_s
-        return Submit(inbox.epoch, first, inbox.have, inbox.applied, self._listening, items)
+        return Submit(inbox.epoch, first, inbox.have, inbox.drained, self._listening, items)
 
     def _join(self, welcome: Welcome, now_s: float) -> None:
         inbox, outbox = self.inbox, self.outbox
-        if inbox.is_past(welcome.epoch):
+        if self._is_over(welcome.epoch):
             return  # It was under way when its coordinator was replaced.
+        if inbox.epoch != NO_EPOCH and welcome.first > inbox.have + 1:
+            self._fall_out(welcome)
+            return
         if welcome.epoch != inbox.epoch:
             logger.info("%s joins the coordinator at %s", self.name, self._address)
             inbox.enter(welcome.epoch, welcome.first)
             outbox.rebase(welcome.received)
             self._listening = False
-        elif welcome.first > inbox.have + 1:
-            self._missed(welcome)
-            return
         else:
-            outbox.confirm(welcome.received)
+            self._confirm(welcome.received, now_s)
             outbox.rewind()
         self.joined = self._acknowledge = True
+        self._asked = False
         self._unanswered = 0
         self._hello_at_s = _NEVER
         self._confirmed_at_s = now_s
@@ -323,11 +334,20 @@ class Conversation:
             self._become(RankState.JOINED)
         self._take(welcome.first, welcome.events, welcome.stable, now_s)
 
-    def _missed(self, welcome: Welcome) -> None:
+    def _is_over(self, epoch: int) -> bool:
+        """Whether nothing of ``epoch`` counts any more.
+
+        Once its memory is asked for, a rank must not hear another word of the epoch that it is in:
+        the new coordinator would not know what this rank knows.
+        """
+        return self.inbox.is_past(epoch) or (self._asked and epoch == self.inbox.epoch)
+
+    def _fall_out(self, welcome: Welcome) -> None:
+        """Give up: the coordinator does not keep any more what this rank missed."""
         message = (
-            f"{self.name} was away for so long that the coordinator at {self._address} does not have "
-            f"the events {self.inbox.have + 1} to {welcome.first - 1} any more, which the other ranks "
-            f"of the group have applied: restart this engine"
+            f"{self.name} has the events up to {self.inbox.have}, but the coordinator at {self._address} "
+            f"goes on with event {welcome.first}: this rank was away for too long and cannot agree with "
+            f"its group any more; restart this engine"
         )
         self.fail(RankState.REFUSED, RefusedError(message))
 
@@ -350,13 +370,14 @@ class Conversation:
         had, token = inbox.have, inbox.token
         if ready:
             inbox.group_ready()
-        complete = inbox.take(first, events, stable)
-        if inbox.have != had:
+        new = inbox.take(first, events, stable)
+        if new:
+            self._recollection.heard(had + 1, new)
             self._acknowledge = self.news = True
         if inbox.token != token:
             self.news = True
         # A full inbox takes no more: the coordinator keeps the rest until the engine has drained.
-        if not complete and not inbox.full:
+        if inbox.have < first + len(events) - 1 and not inbox.full:
             self._ask(now_s)
 
     def _ask(self, now_s: float) -> None:
@@ -369,7 +390,9 @@ class Conversation:
         self._ask(now_s)
 
     def _confirm(self, received: int, now_s: float) -> None:
-        if self.outbox.confirm(received):
+        items = self.outbox.confirm(received)
+        if items:
+            self._recollection.confirmed(items)
             self._confirmed_at_s = now_s
 
     def _rewind(self, now_s: float) -> None:

@@ -8,8 +8,9 @@ Theory of operation
     gap): a ``Welcome`` brings everything after ``have``. So arrivals may be lost, doubled and
     shuffled, and every rank still drains the same events in the same order.
 
-    A coordinator that starts anew counts from 1 in a new epoch. Events of the epoch before that
-    have arrived stay in the queue, in front.
+    A coordinator that starts anew, in a new epoch, learns from its ranks how far the group had
+    come and counts on from there. So numbers go on over all epochs; a rank that was never in any
+    begins where its first ``Welcome`` says.
 
     ``token`` is for lockstep: it names the last event that every live rank of the group has. It
     moves on to a new epoch when all ranks have heard of that epoch, never before: a rank that is
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
 #: How many epochs are told apart from unknown ones; each is one restart of a coordinator.
 _MAX_EPOCHS: Final = 256
-_NO_EPOCH: Final = 0
+#: The epoch of a rank that no coordinator has welcomed.
+NO_EPOCH: Final = 0
 _TOKEN: Final = struct.Struct("<QQB")
 
 
 class Head(NamedTuple):
-    """A head token, read: every event up to ``number`` of ``epoch``, and of all epochs before."""
+    """A head token, read: every event up to ``number``, the last of which is of ``epoch``."""
 
     epoch: int
     number: int
@@ -63,29 +65,14 @@ class Head(NamedTuple):
         return cls(epoch, number)
 
 
-class Position(NamedTuple):
-    """A place in the sequence over all epochs; ``turn`` counts these in the order they came."""
-
-    turn: int
-    number: int
-
-
-class _Epoch(NamedTuple):
-    """An epoch that this rank has been in: its turn, and the last event that it had of it."""
-
-    turn: int
-    have: int
-
-
 class Inbox:
     """The sequence of one group, as one rank has it.
 
     Attributes:
-        epoch: the coordinator's incarnation; 0 before the first ``enter``.
-        turn: how many epochs there were.
-        have: every event of this epoch up to this number has arrived.
-        base: events of this epoch up to this number are not for this rank, which joined later.
-        drained: the engine has drained everything up to here.
+        epoch: the coordinator's incarnation; ``NO_EPOCH`` before the first ``enter``.
+        have: every event up to this number has arrived.
+        base: events up to this number are not for this rank, which joined later.
+        drained: the engine has drained every event up to this number.
         token: up to where every live rank of the group has the events, for ``drain_through``.
 
     """
@@ -102,22 +89,22 @@ class Inbox:
         "epoch",
         "have",
         "token",
-        "turn",
     )
 
     def __init__(self, bound: int) -> None:
         """Hold at most ``bound`` events that nobody has drained."""
         self._bound = bound
-        self._queue: deque[tuple[Position, Event]] = deque()
-        self._past: dict[int, _Epoch] = {}
+        # What has arrived and is not drained: the events from drained + 1 to have.
+        self._queue: deque[Event] = deque()
+        # In the order of their coming, so that the oldest can be forgotten.
+        self._past: dict[int, None] = {}
         self._stable = 0
         self._group_ready = False
-        self.epoch = _NO_EPOCH
-        self.turn = 0
+        self._head = Head(NO_EPOCH, 0)
+        self.epoch = NO_EPOCH
         self.base = 0
         self.have = 0
-        self.drained = Position(0, 0)
-        self._head = Head(_NO_EPOCH, 0)
+        self.drained = 0
         self.token = self._head.pack()
 
     def __len__(self) -> int:
@@ -128,27 +115,22 @@ class Inbox:
         """Whether no more is taken until the engine drains."""
         return len(self._queue) >= self._bound
 
-    @property
-    def applied(self) -> int:
-        """The engine has drained every event of this epoch up to this number."""
-        return self.drained.number if self.drained.turn == self.turn else self.base
-
     def is_past(self, epoch: int) -> bool:
         """Whether this rank has left ``epoch`` for a later one."""
         return epoch in self._past
 
     def enter(self, epoch: int, first: int) -> None:
-        """Go on to a new epoch, whose events concern this rank from number ``first`` on."""
-        self._past[self.epoch] = _Epoch(self.turn, self.have)
+        """Go on to a new epoch. ``first``: the number at which a rank that was in none begins."""
+        if self.epoch == NO_EPOCH:
+            self.base = self.have = self.drained = first - 1
+        self._past[self.epoch] = None
         if len(self._past) > _MAX_EPOCHS:
             del self._past[next(iter(self._past))]
         self.epoch = epoch
-        self.turn += 1
-        self.base = self.have = first - 1
         self._stable = 0
         self._group_ready = False
 
-    def take(self, first: int, events: Sequence[Event], stable: int) -> bool:
+    def take(self, first: int, events: Sequence[Event], stable: int) -> Sequence[Event]:
         """Take events of this epoch, of which the first has the number ``first``.
 
         Args:
@@ -157,17 +139,19 @@ class Inbox:
             stable: up to where every live rank has the events.
 
         Returns:
-            False when something is missing before or behind them: ask for what follows ``have``.
+            those that were new.
 
         """
         self._stable = max(self._stable, stable)
+        new: Sequence[Event] = ()
         if first <= self.have + 1:
             new = events[self.have + 1 - first :] if first <= self.have else events
-            for event in new[: self._bound - len(self._queue)]:
-                self.have += 1
-                self._queue.append((Position(self.turn, self.have), event))
+            space = self._bound - len(self._queue)
+            new = new if len(new) <= space else new[:space]
+            self._queue.extend(new)
+            self.have += len(new)
         self._move_head()
-        return self.have >= first + len(events) - 1
+        return new
 
     def group_ready(self) -> None:
         """All ranks of the group have heard of this epoch."""
@@ -175,28 +159,20 @@ class Inbox:
         self._move_head()
 
     def reaches(self, head: Head) -> bool:
-        """Whether this rank has everything up to ``head``."""
-        if head.epoch == self.epoch:
-            return self.have >= head.number
-        past = self._past.get(head.epoch)
-        return past is not None and past.have >= head.number
+        """Whether this rank knows the epoch of ``head`` and has everything up to it."""
+        return self.have >= head.number and (head.epoch == self.epoch or head.epoch in self._past)
 
     def drain(self) -> list[Event]:
         """Hand over everything that has arrived."""
-        events = [event for _, event in self._queue]
+        events = list(self._queue)
         self._queue.clear()
-        self.drained = Position(self.turn, self.have)
+        self.drained = self.have
         return events
 
     def drain_through(self, head: Head) -> list[Event]:
         """Hand over exactly the events up to ``head``, which this rank ``reaches``."""
-        turn = self.turn if head.epoch == self.epoch else self._past[head.epoch].turn
-        limit = Position(turn, head.number)
-        queue = self._queue
-        events = []
-        while queue and queue[0][0] <= limit:
-            events.append(queue.popleft()[1])
-        self.drained = max(self.drained, limit)
+        events = [self._queue.popleft() for _ in range(head.number - self.drained)]
+        self.drained += len(events)
         return events
 
     def _move_head(self) -> None:

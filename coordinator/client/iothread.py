@@ -96,11 +96,11 @@ class IoThread:
 
     # --- for the engine's threads ------------------------------------------------------------
 
-    def say(self, turn: int, item: Item, size_bytes: int) -> None:
+    def say(self, item: Item, size_bytes: int) -> None:
         """Queue an item; see ``Conversation.say``."""
         conversation = self.conversation
         with self._lock:
-            conversation.say(turn, item, size_bytes)
+            conversation.say(item, size_bytes)
         # Who is not joined has nothing to do with it yet, and will look when it is.
         if self._sleeping and conversation.joined:
             self._sleeping = False

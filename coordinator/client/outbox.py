@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One item. ``turn`` says in which epoch (see ``inbox.Position``) its ``after`` was counted."""
+    """One item, and how many bytes it counts for."""
 
-    turn: int
     item: Item
     size_bytes: int
 
@@ -60,40 +59,41 @@ class Outbox:
         """Number of the last item that was handed out and is not due again."""
         return self.confirmed + len(self._sent)
 
-    def put(self, turn: int, item: Item, size_bytes: int) -> None:
+    def put(self, item: Item, size_bytes: int) -> None:
         """Add an item behind all others."""
-        self._unsent.append(Entry(turn, item, size_bytes))
+        self._unsent.append(Entry(item, size_bytes))
         self.size_bytes += size_bytes
 
-    def take(self, max_items: int, max_bytes: int) -> list[Entry]:
+    def take(self, max_items: int, max_bytes: int) -> list[Item]:
         """Hand out the next items, the first of which has the number ``sent + 1`` before the call.
 
         At least one when there is any; more only while they have no more than ``max_bytes``.
         """
-        taken: list[Entry] = []
+        taken: list[Item] = []
         size_bytes = 0
         while self._unsent and len(taken) < max_items:
             size_bytes += self._unsent[0].size_bytes
             if taken and size_bytes > max_bytes:
                 break
-            taken.append(self._unsent.popleft())
-        self._sent.extend(taken)
+            entry = self._unsent.popleft()
+            self._sent.append(entry)
+            taken.append(entry.item)
         self._handed_out = max(self._handed_out, self.sent)
         return taken
 
-    def confirm(self, received: int) -> bool:
-        """Forget the items up to ``received``; returns whether there were any.
+    def confirm(self, received: int) -> list[Item]:
+        """Forget the items up to ``received``; returns those that it had not been told before.
 
         A number that is behind is old news. One that is ahead of what was handed out is none of
         ours, and changes nothing.
         """
-        if not self.confirmed < received <= self._handed_out:
-            return False
-        while self.confirmed < received:
+        confirmed: list[Item] = []
+        while self.confirmed < received <= self._handed_out:
             entry = (self._sent or self._unsent).popleft()
             self.size_bytes -= entry.size_bytes
             self.confirmed += 1
-        return True
+            confirmed.append(entry.item)
+        return confirmed
 
     def rewind(self) -> None:
         """Make everything that is not confirmed due again, in order."""

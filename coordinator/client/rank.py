@@ -148,16 +148,16 @@ class Rank:
             ProtocolError: no such room can be.
 
         """
-        turn, after = self._inbox.drained
-        self._io.say(turn, Cancel(_room(room), after, why[:_MAX_WHY]), _ITEM_BYTES + 4 * len(why))
+        after = self._inbox.drained
+        self._io.say(Cancel(_room(room), after, why[:_MAX_WHY]), _ITEM_BYTES + 4 * len(why))
 
-    def _say_pages(self, turn: int, item: Item, size_bytes: int) -> None:
+    def _say_pages(self, item: Item, size_bytes: int) -> None:
         if size_bytes > _MAX_ITEM_BYTES:
             message = (
                 f"{size_bytes} bytes of pages and aux in one call, at most {_MAX_ITEM_BYTES} are accepted"
             )
             raise PoolError(message)
-        self._io.say(turn, item, size_bytes + _ITEM_BYTES)
+        self._io.say(item, size_bytes + _ITEM_BYTES)
 
 
 class PrefillRank(Rank):
@@ -201,8 +201,8 @@ class PrefillRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        turn, after = self._inbox.drained
-        self._io.say(turn, Open(_room(room), after), _ITEM_BYTES)
+        after = self._inbox.drained
+        self._io.say(Open(_room(room), after), _ITEM_BYTES)
 
     def send(self, room: SupportsIndex, pages: Pages, *, last: bool = False, aux: bytes = b"") -> None:
         """Hand over the room's next pages. They must not change until the room is released.
@@ -219,11 +219,11 @@ class PrefillRank(Rank):
             ProtocolError: no such room can be, or ``aux`` is too large or no bytes.
 
         """
-        turn, after = self._inbox.drained
+        after = self._inbox.drained
         packed = pack(pages, self._pool_pages)
         side = _aux(aux) if aux else b""
         item = Send(_room(room), after, packed, bool(last), side)
-        self._say_pages(turn, item, len(packed) + len(side))
+        self._say_pages(item, len(packed) + len(side))
 
 
 class DecodeRank(Rank):
@@ -275,13 +275,13 @@ class DecodeRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        turn, after = self._inbox.drained
+        after = self._inbox.drained
         packed = pack(pages, self._pool_pages, distinct=True)
         if not 0 <= prefix_pages < _MAX_PREFIX_PAGES:
             message = f"prefix_pages is {prefix_pages}, must be from 0 to 2**31 - 1"
             raise PoolError(message)
         item = Offer(_room(room), after, packed, operator.index(prefix_pages))
-        self._say_pages(turn, item, len(packed))
+        self._say_pages(item, len(packed))
 
     def extend(self, room: SupportsIndex) -> None:
         """Tell that the room is still queued here: its deadline moves, up to the hard cap.
@@ -291,8 +291,8 @@ class DecodeRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        turn, after = self._inbox.drained
-        self._io.say(turn, Extend(_room(room), after), _ITEM_BYTES)
+        after = self._inbox.drained
+        self._io.say(Extend(_room(room), after), _ITEM_BYTES)
 
 
 def _room(room: SupportsIndex) -> int:

@@ -228,13 +228,20 @@ class Peer:
         if self.refusal is not None:
             self._say(identity, encode(self.refusal))
             return
+        if hello.epoch not in {0, self.epoch} and hello.memory is None:
+            self._say(identity, encode(WhoAreYou(self.epoch)))
+            return
         group = self.groups.setdefault(hello.group, Group(hello.group, hello.world_size))
+        if hello.memory is not None and len(group.events) < hello.acknowledged:
+            assert len(hello.memory.events) == hello.acknowledged
+            group.events = list(hello.memory.events)
+            group.published = len(group.events)
         member = group.members.get(hello.rank)
         if member is None or member.hello.instance != hello.instance:
-            member = group.members[hello.rank] = Member(identity, hello)
+            member = group.members[hello.rank] = Member(identity, hello, received=hello.confirmed)
             group.items[hello.rank] = []
         self._known[identity] = member
-        have = hello.acknowledged if hello.epoch == self.epoch else 0
+        have = hello.acknowledged
         events = group.events[have : min(group.published, have + self.max_welcome)]
         welcome = Welcome(
             self.epoch, self.advertised, have + 1, events, self._stable(group), member.received, HEARTBEAT_S

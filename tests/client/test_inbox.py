@@ -19,6 +19,12 @@ def events(first: int, last: int) -> list[Event]:
     return [event(number) for number in range(first, last + 1)]
 
 
+def take(inbox: Inbox, first: int, last: int, stable: int = 0) -> bool:
+    """Take the events first..last; whether all of them are there now."""
+    inbox.take(first, events(first, last), stable)
+    return inbox.have >= last
+
+
 def joined(epoch: int = 5, first: int = 1, bound: int = 1000) -> Inbox:
     inbox = Inbox(bound)
     inbox.enter(epoch, first)
@@ -27,57 +33,54 @@ def joined(epoch: int = 5, first: int = 1, bound: int = 1000) -> Inbox:
 
 def test_events_are_taken_in_order_and_once() -> None:
     inbox = joined()
-    assert inbox.take(1, events(1, 3), 0)
-    assert inbox.take(2, events(2, 4), 0)
-    assert inbox.take(1, events(1, 2), 0)
+    assert inbox.take(1, events(1, 3), 0) == events(1, 3)
+    assert inbox.take(2, events(2, 4), 0) == events(4, 4)
+    assert not inbox.take(1, events(1, 2), 0)
     assert inbox.drain() == events(1, 4)
     assert inbox.drain() == []
-    assert inbox.have == inbox.applied == 4
+    assert inbox.have == inbox.drained == 4
 
 
-def test_a_gap_is_told_and_nothing_behind_it_is_taken() -> None:
+def test_nothing_behind_a_gap_is_taken() -> None:
     inbox = joined()
-    assert not inbox.take(2, events(2, 3), 0)
+    assert not take(inbox, 2, 3)
     assert inbox.have == 0
-    assert not inbox.take(4, [], 0), "a heartbeat whose head is ahead"
-    assert inbox.take(1, events(1, 3), 0)
-    assert inbox.take(4, [], 0)
+    assert take(inbox, 1, 3)
     assert inbox.drain() == events(1, 3)
 
 
 def test_who_joins_late_begins_where_it_is_told() -> None:
     inbox = joined(first=11)
-    assert inbox.applied == 10
-    assert inbox.take(11, events(11, 12), 0)
+    assert inbox.base == inbox.drained == 10
+    assert take(inbox, 11, 12)
     assert inbox.drain() == events(11, 12)
 
 
-def test_a_new_epoch_counts_anew_behind_what_had_arrived() -> None:
+def test_numbers_go_on_in_a_new_epoch() -> None:
     inbox = joined(epoch=5)
-    inbox.take(1, events(1, 3), 0)
+    take(inbox, 1, 3)
     inbox.drain_through(Head(5, 2))
-    inbox.enter(6, 1)
+    inbox.enter(6, 4)
     assert inbox.is_past(5)
     assert not inbox.is_past(6)
-    assert inbox.applied == 0, "nothing of this epoch is drained"
-    inbox.take(1, events(101, 102), 0)
-    assert inbox.drain_through(Head(6, 1)) == [event(3), event(101)]
-    assert inbox.applied == 1
-    assert inbox.drain() == [event(102)]
+    assert inbox.drained == 2
+    take(inbox, 3, 5)
+    assert inbox.drain_through(Head(6, 4)) == events(3, 4)
+    assert inbox.drain() == events(5, 5)
 
 
 def test_no_more_is_taken_than_the_bound() -> None:
     inbox = joined(bound=3)
-    assert not inbox.take(1, events(1, 5), 0)
+    assert not take(inbox, 1, 5)
     assert inbox.full
     assert inbox.have == 3
     assert inbox.drain() == events(1, 3)
-    assert inbox.take(4, events(4, 5), 0)
+    assert take(inbox, 4, 5)
 
 
 def test_the_head_is_what_all_ranks_have_once_all_know_the_epoch() -> None:
     inbox = joined(epoch=5)
-    inbox.take(1, events(1, 3), 2)
+    take(inbox, 1, 3, stable=2)
     assert Head.unpack(inbox.token) == (0, 0), "not all ranks know epoch 5"
     inbox.group_ready()
     assert Head.unpack(inbox.token) == (5, 2)
@@ -87,31 +90,42 @@ def test_the_head_is_what_all_ranks_have_once_all_know_the_epoch() -> None:
     assert Head.unpack(inbox.token) == (5, 3), "it never goes back"
     inbox.take(4, [], 9)
     assert Head.unpack(inbox.token) == (5, 3), "it never names what this rank lacks"
-    inbox.enter(6, 1)
+    inbox.enter(6, 4)
     assert Head.unpack(inbox.token) == (5, 3)
+    inbox.take(4, [], 3)
     inbox.group_ready()
-    assert Head.unpack(inbox.token) == (6, 0)
+    assert Head.unpack(inbox.token) == (6, 3)
 
 
 def test_what_a_token_reaches() -> None:
     inbox = joined(epoch=5)
-    inbox.take(1, events(1, 3), 0)
+    take(inbox, 1, 3)
     assert inbox.reaches(Head(5, 3))
     assert not inbox.reaches(Head(5, 4))
-    assert not inbox.reaches(Head(6, 0)), "never heard of"
+    assert not inbox.reaches(Head(6, 3)), "never heard of"
     assert inbox.reaches(Head(0, 0))
-    inbox.enter(6, 1)
+    inbox.enter(6, 4)
     assert inbox.reaches(Head(5, 3))
-    assert not inbox.reaches(Head(5, 4)), "it will never come now"
-    assert inbox.reaches(Head(6, 0))
+    assert inbox.reaches(Head(6, 3))
+    assert not inbox.reaches(Head(5, 4))
+
+
+def test_only_so_many_epochs_are_remembered() -> None:
+    inbox = joined(epoch=1)
+    for epoch in range(2, 300):
+        inbox.enter(epoch, 1)
+    assert inbox.is_past(298)
+    assert not inbox.is_past(1)
+    assert len(inbox._past) == 256
 
 
 def test_an_old_token_drains_nothing_and_takes_nothing_back() -> None:
     inbox = joined()
-    inbox.take(1, events(1, 4), 0)
+    take(inbox, 1, 4)
     inbox.drain_through(Head(5, 3))
     assert inbox.drain_through(Head(5, 1)) == []
-    assert inbox.applied == 3
+    assert inbox.drained == 3
+    assert inbox.drain() == events(4, 4)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))

@@ -7,22 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coordinator.client.outbox import Entry, Outbox
-from coordinator.messages import Open
+from coordinator.messages import Item, Open
 
 
-def item(number: int) -> Entry:
-    return Entry(1, Open(number, 0), number)
+def entry(number: int) -> Entry:
+    return Entry(Open(number, 0), number)
 
 
 def filled(count: int) -> Outbox:
     outbox = Outbox()
     for number in range(1, count + 1):
-        outbox.put(*item(number))
+        outbox.put(*entry(number))
     return outbox
 
 
-def rooms(entries: list[Entry]) -> list[int]:
-    return [entry.item.room for entry in entries]
+def rooms(items: list[Item]) -> list[int]:
+    return [item.room for item in items]
 
 
 def test_a_batch_ends_at_either_bound_but_is_never_empty() -> None:
@@ -37,10 +37,10 @@ def test_a_batch_ends_at_either_bound_but_is_never_empty() -> None:
 def test_what_is_confirmed_is_forgotten() -> None:
     outbox = filled(4)
     outbox.take(3, 1000)
-    assert outbox.confirm(2)
+    assert rooms(outbox.confirm(2)) == [1, 2]
     assert (len(outbox), outbox.size_bytes, outbox.confirmed, outbox.sent) == (2, 7, 2, 3)
-    assert not outbox.confirm(1)
-    assert not outbox.confirm(4), "it was never handed out"
+    assert outbox.confirm(1) == []
+    assert outbox.confirm(4) == [], "it was never handed out"
     assert len(outbox) == 2
 
 
@@ -49,7 +49,7 @@ def test_after_a_rewind_confirmations_of_the_first_try_still_count() -> None:
     outbox.take(4, 1000)
     outbox.rewind()
     assert (outbox.unsent, outbox.sent) == (4, 0)
-    assert outbox.confirm(3)
+    assert rooms(outbox.confirm(3)) == [1, 2, 3]
     assert rooms(outbox.take(9, 1000)) == [4]
     assert outbox.sent == 4
 
@@ -59,10 +59,10 @@ def test_a_new_coordinator_counts_anew() -> None:
     outbox.take(4, 1000)
     outbox.confirm(2)
     outbox.rebase(0)
-    assert not outbox.confirm(2), "that was said of other items"
+    assert outbox.confirm(2) == [], "that was said of other items"
     assert rooms(outbox.take(9, 1000)) == [3, 4]
     assert outbox.sent == 2
-    assert outbox.confirm(2)
+    assert rooms(outbox.confirm(2)) == [3, 4]
     assert len(outbox) == 0
 
 
@@ -74,12 +74,12 @@ class LossySubmissions(RuleBasedStateMachine):
         self.outbox = Outbox()
         self.said = 0
         self.heard: list[int] = []
-        self.under_way: list[tuple[int, list[Entry]]] = []
+        self.under_way: list[tuple[int, list[Item]]] = []
 
     @rule()
     def say(self) -> None:
         self.said += 1
-        self.outbox.put(*item(self.said))
+        self.outbox.put(*entry(self.said))
 
     @rule(max_items=st.integers(1, 4))
     def submit(self, max_items: int) -> None:
@@ -90,9 +90,9 @@ class LossySubmissions(RuleBasedStateMachine):
     @rule(data=st.data(), keep=st.booleans())
     def arrive(self, data: st.DataObject, keep: bool) -> None:  # noqa: FBT001 - hypothesis draws it
         index = data.draw(st.integers(0, len(self.under_way) - 1))
-        first, entries = self.under_way[index] if keep else self.under_way.pop(index)
+        first, items = self.under_way[index] if keep else self.under_way.pop(index)
         if first <= len(self.heard) + 1:
-            self.heard += rooms(entries[len(self.heard) + 1 - first :])
+            self.heard += rooms(items[len(self.heard) + 1 - first :])
 
     @precondition(lambda self: self.under_way)
     @rule()

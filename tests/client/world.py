@@ -1,7 +1,8 @@
 """A coordinator, its ranks and a bad network, all in one thread, with a clock that nobody waits for.
 
 Broadcasts are lost, doubled and shuffled. Control connections are in order, but can be cut with
-everything that is under way in them. The coordinator can be replaced by one that knows nothing.
+everything that is under way in them. The coordinator can be replaced by one that knows only what
+its ranks remember.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from coordinator.messages import (
     Outcome,
     Pool,
     Process,
+    Released,
     Resend,
     Role,
     Submit,
@@ -56,26 +58,26 @@ class Line:
     conversation: Conversation
     up: deque[Hello | Submit] = field(default_factory=deque)
     down: deque[ToRank] = field(default_factory=deque)
-    said: int = 0
-    drained: dict[int, list[Event]] = field(default_factory=dict)
+    said: set[int] = field(default_factory=set)
+    drained: list[Event] = field(default_factory=list)
 
     def drain(self, through: Head | None) -> None:
-        """Drain, and note the events under the epoch that they carry as their room."""
-        for event in self.conversation.drain(through):
-            self.drained.setdefault(event.attempt, []).append(event)
+        """Drain, as an engine does."""
+        self.drained += self.conversation.drain(through)
 
 
 class World:
-    """Everything. The events of epoch ``e`` have the rooms 1, 2, 3 ... and ``e`` as their attempt."""
+    """Everything. Each rank speaks of each of the rooms 1, 2, 3 ... at most once."""
 
     def __init__(self, random: Random, ranks: int) -> None:
         self.random = random
         self.now_s = 0.0
         self.epoch = 1
         self.log: list[Event] = []
-        self.logs: dict[int, list[Event]] = {1: self.log}
+        self.active: set[int] = set()
+        self.ended: dict[int, int] = {}
         self.known: dict[int, Known] = {}
-        self.heard: dict[int, list[Item]] = {rank: [] for rank in range(ranks)}
+        self.veterans: dict[int, Hello] | None = None
         self.published = 0
         self.air: list[tuple[int, Broadcast]] = []
         self.lines = [Line(rank, self._conversation(rank, ranks)) for rank in range(ranks)]
@@ -83,7 +85,7 @@ class World:
     def step(self) -> None:
         """Let something happen."""
         actions = {
-            self.publish: 6,
+            self.conclude: 6,
             self.say: 6,
             self.talk: 20,
             self.carry: 20,
@@ -104,25 +106,35 @@ class World:
                 self.talk(line)
                 while line.up or line.down:
                     self.carry(line)
+            while self.active:
+                self.conclude()
             self.broadcast()
             while self.air:
                 self.receive(keep=False)
             self.check()
             if all(self._settled(line) for line in self.lines):
                 return
-        problem = [(vars(line.conversation), line.conversation.inbox.have) for line in self.lines]
+        problem = [(line.conversation.explain(), line.conversation.inbox.have) for line in self.lines]
         raise AssertionError(problem)
 
     # --- what can happen ---------------------------------------------------------------------
 
-    def publish(self) -> None:
-        self.log.append(Outcome(len(self.log) + 1, self.epoch))
+    def conclude(self) -> None:
+        """Give a verdict."""
+        if self.active:
+            room = self.random.choice(sorted(self.active))
+            self.active.remove(room)
+            self.log += [Outcome(room, 1), Released(room, 1)]
+            self.ended[room] = len(self.log) - 1
 
     def say(self) -> None:
+        """Let a rank speak of a room, unless its engine knows that it is over."""
         line = self.random.choice(self.lines)
-        line.said += 1
-        turn, after = line.conversation.inbox.drained
-        line.conversation.say(turn, Open(line.said, after), 1)
+        over = {event.room for event in line.drained}
+        room = self.random.randint(1, max(line.said | over, default=0) + 1)
+        if room not in line.said | over:
+            line.said.add(room)
+            line.conversation.say(Open(room, line.conversation.inbox.drained), 1)
 
     def talk(self, line: Line | None = None) -> None:
         """Let time pass, and a rank say what it has to."""
@@ -136,13 +148,14 @@ class World:
         """Take one message over a control connection, each way."""
         line = line or self.random.choice(self.lines)
         if line.up:
-            line.down.extend(self._answer(line.rank, line.up.popleft()))
+            self._answer(line, line.up.popleft())
         if line.down:
             line.conversation.hear(line.down.popleft(), self.now_s)
 
     def broadcast(self) -> None:
         """Tell everybody what is new; without that it is a heartbeat."""
-        new = self.log[self.published :]
+        if self.veterans is not None:
+            return
         ranks = range(len(self.lines))
         message = Broadcast(
             self.epoch,
@@ -150,7 +163,7 @@ class World:
             self._stable(),
             [self.known[rank].received if rank in self.known else 0 for rank in ranks],
             len(self.known) == len(ranks) and all(known.listening for known in self.known.values()),
-            new,
+            self.log[self.published :],
         )
         self.published = len(self.log)
         # Who has not subscribed yet hears nothing.
@@ -165,6 +178,7 @@ class World:
             self.lines[rank].conversation.hear_broadcast(message, self.now_s)
 
     def lose(self) -> None:
+        """Lose a broadcast."""
         if self.air:
             self.air.pop(self.random.randrange(len(self.air)))
 
@@ -178,6 +192,7 @@ class World:
             line.drain(head)
 
     def cut(self) -> None:
+        """Cut a control connection; the next one is there at once."""
         line = self.random.choice(self.lines)
         line.up.clear()
         line.down.clear()
@@ -185,23 +200,22 @@ class World:
         line.conversation.unblocked()
 
     def replace(self) -> None:
-        """Have a new coordinator, which knows nothing."""
-        self.epoch += 1
-        self.log = self.logs[self.epoch] = []
-        self.known.clear()
-        self.published = 0
+        """Have a new coordinator, once all ranks have joined the present one."""
+        if len(self.known) == len(self.lines):
+            self.epoch += 1
+            self.known.clear()
+            self.active.clear()
+            self.veterans = {}
 
     # --- what must hold ----------------------------------------------------------------------
 
     def check(self) -> None:
         """Check what must hold at any time."""
         head = Head.unpack(self.lines[0].conversation.inbox.token)
+        longest = max((line.drained for line in self.lines), key=len)
         for line in self.lines:
             assert line.conversation.inbox.reaches(head), "rank 0's head makes another rank wait"
-            for epoch, events in line.drained.items():
-                assert events == self.logs[epoch][: len(events)]
-            known = self.known.get(line.rank)
-            assert known is None or known.acknowledged <= line.conversation.inbox.have
+            assert line.drained == longest[: len(line.drained)], "ranks disagree"
 
     def _settled(self, line: Line) -> bool:
         inbox = line.conversation.inbox
@@ -214,17 +228,49 @@ class World:
 
     # --- the coordinator ---------------------------------------------------------------------
 
-    def _answer(self, rank: int, message: Hello | Submit) -> list[ToRank]:
-        match message:
-            case Hello():
-                known = self.known.setdefault(rank, Known(message.confirmed))
-                have = message.acknowledged if message.epoch == self.epoch else 0
-                events = self.log[have : self.published]
-                return [
-                    Welcome(self.epoch, "somewhere", have + 1, events, self._stable(), known.received, 1.0)
-                ]
-            case Submit():
-                return self._submitted(rank, message)
+    def _answer(self, line: Line, message: Hello | Submit) -> None:
+        if isinstance(message, Submit):
+            line.down.extend(self._submitted(line.rank, message))
+        elif message.epoch in {0, self.epoch} and self.veterans is None:
+            self.known.setdefault(line.rank, Known(message.confirmed))
+            self._welcome(line, message)
+        elif message.memory is None:
+            line.down.append(WhoAreYou(self.epoch))
+        elif self.veterans is None:
+            # Said once more while the others were waited for.
+            self._welcome(line, message)
+        else:
+            self.veterans[line.rank] = message
+            if len(self.veterans) == len(self.lines):
+                self._restore(self.veterans)
+
+    def _welcome(self, line: Line, hello: Hello) -> None:
+        have = min(hello.acknowledged, len(self.log))
+        events = self.log[have : self.published]
+        received = self.known[line.rank].received
+        line.down.append(Welcome(self.epoch, "there", have + 1, events, self._stable(), received, 1.0))
+
+    def _restore(self, veterans: dict[int, Hello]) -> None:
+        """Go on from what the ranks remember; fail what has no verdict."""
+        self.veterans = None
+        most = max(veterans.values(), key=lambda hello: hello.acknowledged)
+        assert most.memory is not None
+        assert len(most.memory.events) == most.acknowledged
+        self.log = list(most.memory.events)
+        self.published = len(self.log)
+        self.ended = {
+            event.room: number for number, event in enumerate(self.log, 1) if isinstance(event, Outcome)
+        }
+        for rank, hello in veterans.items():
+            assert hello.memory is not None
+            self.active |= {
+                held.room for held in hello.memory.held if self.ended.get(held.room, 0) <= held.after
+            }
+            self.known[rank] = Known(hello.confirmed, hello.acknowledged)
+        for rank, hello in veterans.items():
+            self._welcome(self.lines[rank], hello)
+        while self.active:
+            self.conclude()
 
     def _submitted(self, rank: int, submit: Submit) -> list[ToRank]:
         known = self.known.get(rank)
@@ -236,10 +282,14 @@ class World:
         if submit.first > known.received + 1:
             return [Resend(known.received)] if submit.items else []
         for item in submit.items[known.received + 1 - submit.first :]:
-            assert item.after <= submit.applied, "a number of another epoch"
+            assert item.after <= submit.applied
             known.received += 1
-            self.heard[rank].append(item)
+            self._said(item)
         return []
+
+    def _said(self, item: Item) -> None:
+        if self.ended.get(item.room, 0) <= item.after:
+            self.active.add(item.room)
 
     def _stable(self) -> int:
         if len(self.known) < len(self.lines):

@@ -1,0 +1,115 @@
+"""What a rank remembers for a coordinator that has to start anew, and can learn it nowhere else.
+
+Sans-IO: no socket, no clock, no lock; whoever shares a recollection between threads guards it.
+
+Theory of operation
+    Three things are kept. The last events: what some other rank of the group may lack. The rooms
+    in flight: those of which a coordinator has heard from this rank, and whose verdict this rank
+    has not. What a coordinator has not confirmed is none of these: it is submitted again, and the
+    room begins anew. And the attempts that have a verdict, and pages that were not released.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
+
+from coordinator.messages import (
+    MAX_HELD,
+    MAX_REMEMBERED,
+    Held,
+    Memory,
+    Offer,
+    Open,
+    Outcome,
+    Send,
+    Unreleased,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from coordinator.messages import Event, Item
+
+#: Bound of the aux blobs of the events that are kept: a ``Hello`` is one frame.
+_MAX_AUX_BYTES: Final = 1 << 21
+#: How many ended rooms are remembered: rooms are used again, and speaking of one may be late.
+_MAX_ENDED: Final = 16384
+
+
+class _InFlight:
+    """A room of which this rank has spoken since its last verdict.
+
+    ``since`` and ``after``: the last event that the engine had drained when it first and last did.
+    """
+
+    __slots__ = ("after", "confirmed", "since")
+
+    def __init__(self, after: int) -> None:
+        self.since = after
+        self.after = after
+        self.confirmed = False
+
+
+class Recollection:
+    """What one rank remembers of its group."""
+
+    __slots__ = ("_aux_bytes", "_ended", "_events", "_in_flight", "_unreleased")
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._aux_bytes = 0
+        self._in_flight: dict[int, _InFlight] = {}
+        # Room -> number of its last verdict, and which attempt that was.
+        self._ended: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._unreleased: dict[tuple[int, int], None] = {}
+
+    def spoke(self, item: Item) -> None:
+        """The engine has said ``item``."""
+        if not isinstance(item, Send | Offer | Open):
+            return  # Nothing is begun by it.
+        room = self._in_flight.get(item.room)
+        if room is not None:
+            room.after = item.after
+        elif item.room not in self._ended or self._ended[item.room][0] <= item.after:
+            self._in_flight[item.room] = _InFlight(item.after)
+
+    def confirmed(self, items: Sequence[Item]) -> None:
+        """A coordinator has heard ``items``."""
+        for item in items:
+            room = self._in_flight.get(item.room)
+            # One of an earlier attempt says nothing about this one.
+            if room is not None and item.after >= room.since:
+                room.confirmed = True
+
+    def heard(self, first: int, events: Sequence[Event]) -> None:
+        """The events from number ``first`` on have arrived."""
+        for number, event in enumerate(events, first):
+            self._events.append(event)
+            if isinstance(event, Outcome):
+                self._aux_bytes += len(event.aux)
+                self._in_flight.pop(event.room, None)
+                self._unreleased[event.room, event.attempt] = None
+                self._ended[event.room] = (number, event.attempt)
+                self._ended.move_to_end(event.room)
+            else:
+                self._unreleased.pop((event.room, event.attempt), None)
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+        while len(self._events) > MAX_REMEMBERED or self._aux_bytes > _MAX_AUX_BYTES:
+            dropped = self._events.popleft()
+            if isinstance(dropped, Outcome):
+                self._aux_bytes -= len(dropped.aux)
+
+    def report(self, base: int) -> Memory:
+        """Return all of it, within the bounds of the message.
+
+        ``base``: what came up to this number was before this rank's time.
+        """
+        held = [
+            Held(room, max(flight.after, base), self._ended.get(room, (0, 0))[1])
+            for room, flight in self._in_flight.items()
+            if flight.confirmed
+        ]
+        unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
+        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD])

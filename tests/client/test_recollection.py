@@ -1,0 +1,101 @@
+"""What a rank remembers: its last events, rooms in flight, pages that were not released."""
+
+from __future__ import annotations
+
+from coordinator.client.recollection import Recollection
+from coordinator.messages import (
+    MAX_FRAME_BYTES,
+    MAX_REMEMBERED,
+    Cancel,
+    Event,
+    Extend,
+    Held,
+    Item,
+    Offer,
+    Open,
+    Outcome,
+    Released,
+    Send,
+    Unreleased,
+    encode,
+)
+
+
+def said(*items: Item, confirmed: bool = True) -> Recollection:
+    memory = Recollection()
+    for item in items:
+        memory.spoke(item)
+    if confirmed:
+        memory.confirmed(items)
+    return memory
+
+
+def send(room: int, after: int = 0) -> Send:
+    return Send(room, after, b"", last=True)
+
+
+def test_rooms_that_were_heard_of_are_held_until_their_verdict() -> None:
+    memory = said(Open(1, 0), send(2), Offer(3, 0, b""))
+    assert memory.report(0).held == [Held(1, 0, 0), Held(2, 0, 0), Held(3, 0, 0)]
+    memory.heard(1, [Outcome(2, 1)])
+    assert memory.report(0).held == [Held(1, 0, 0), Held(3, 0, 0)]
+
+
+def test_what_nobody_has_heard_of_is_not_held() -> None:
+    assert said(Open(1, 0), confirmed=False).report(0).held == []
+
+
+def test_nothing_is_begun_by_extending_or_cancelling() -> None:
+    assert said(Extend(1, 0), Cancel(1, 0)).report(0).held == []
+
+
+def test_a_room_that_is_used_again_is_held_as_its_next_attempt() -> None:
+    memory = said(Open(1, 0))
+    memory.heard(1, [Outcome(1, 1), Released(1, 1)])
+    second = send(1, after=2)
+    memory.spoke(second)
+    # Only now is it confirmed what was said of the first attempt.
+    memory.confirmed([Open(1, 0)])
+    assert memory.report(0).held == []
+    memory.confirmed([second])
+    assert memory.report(0).held == [Held(1, 2, 1)]
+
+
+def test_what_is_said_too_late_begins_nothing() -> None:
+    memory = said(Open(1, 0))
+    memory.heard(1, [Outcome(1, 1)])
+    late = send(1, after=0)
+    memory.spoke(late)
+    memory.confirmed([late])
+    assert memory.report(0).held == []
+
+
+def test_who_joined_late_speaks_as_of_then() -> None:
+    assert said(Open(1, 0)).report(7).held == [Held(1, 7, 0)]
+
+
+def test_attempts_with_a_verdict_are_unreleased_until_told() -> None:
+    memory = said(send(1), send(2))
+    memory.heard(1, [Outcome(1, 1), Outcome(2, 4), Released(1, 1)])
+    assert memory.report(0).unreleased == [Unreleased(2, 4)]
+    memory.heard(4, [Released(2, 4)])
+    assert memory.report(0).unreleased == []
+
+
+def test_the_last_events_are_kept_within_bounds() -> None:
+    memory = Recollection()
+    events: list[Event] = [Outcome(room, 1) for room in range(1, 3000)]
+    memory.heard(1, events)
+    assert memory.report(0).events == events[-MAX_REMEMBERED:]
+    large: list[Event] = [Outcome(room, 1, aux=bytes(1 << 20)) for room in range(1, 9)]
+    memory.heard(3000, large)
+    assert memory.report(0).events == large[-2:]
+    assert len(encode(memory.report(0))) < MAX_FRAME_BYTES
+
+
+def test_ended_rooms_are_forgotten_at_last() -> None:
+    memory = Recollection()
+    memory.heard(1, [Outcome(room, 1) for room in range(1, 40_000)])
+    assert len(memory._ended) == 16384
+    memory.heard(40_000, [Released(room, 1) for room in range(1, 40_000)])
+    assert memory.report(0).unreleased == []
