@@ -167,14 +167,14 @@ class Transfers:
         crew = self.crews.get(worker.rank)
         if crew is None:
             return
-        crew.commands.clear()
+        unsent = {command.move for command in crew.commands.clear() if isinstance(command, Move)}
         for route in crew.routes.values():
             route.state = RouteState.DOWN
             self._forget_clocks(route)
         failure = Failure(Reason.TRANSPORT, worker.rank.name, f"the {worker.name} died: {cause}")
         # All of them: those to decode ranks that are gone have no route in the crew any more.
         for flight in [flight for flight in self.flights.values() if flight.route.crew is crew]:
-            self._flight_failed(flight, failure, settled=True, started=True)
+            self._flight_failed(flight, failure, settled=True, started=flight.number not in unsent)
 
     def dismiss(self, rank: Rank) -> None:
         """Forget a worker that has ended for good."""
@@ -183,8 +183,12 @@ class Transfers:
     def connect(self, source: Rank, target: Rank) -> None:
         """Open the way from a prefill rank's worker to a decode rank, before it is needed."""
         crew = self.crews.get(source)
-        if crew is not None:
-            self._route(crew, target)
+        if crew is None:
+            return
+        route = self._route(crew, target)
+        # A rank that was silent for a while has come back, and nobody has tried since.
+        if route.state is RouteState.DOWN and route.retry is None and crew.worker.identity is not None:
+            self._connect(route)
 
     def rank_gone(self, rank: Rank) -> None:
         """A decode rank is proven dead or replaced: nothing can land there any more."""
@@ -237,9 +241,14 @@ class Transfers:
         by_crew: dict[Crew, list[int]] = {}
         for move in moves:
             flight = handoff.flights.get(move)
-            if flight is not None and not flight.ended:
-                self._stalls.discard(flight.number)
-                by_crew.setdefault(flight.route.crew, []).append(flight.number)
+            if flight is None or flight.ended:
+                continue
+            self._stalls.discard(flight.number)
+            crew = flight.route.crew
+            if crew.commands.withdraw(flight.number):
+                self._withdrawn(flight)
+            else:
+                by_crew.setdefault(crew, []).append(flight.number)
         for crew, numbers in by_crew.items():
             crew.commands.put(Revoke(numbers))
 
@@ -253,14 +262,14 @@ class Transfers:
     def report(self, worker: Worker, report: Report) -> None:
         """Take a worker's report."""
         match report:
-            case MoveDone():
-                self._done(report)
+            case MoveDone(move=number):
+                self._done(self._flight(worker, number), report)
             case Progress(moves=moves):
-                self._progressed(moves)
-            case MoveFailedReport():
-                self._failed(report)
+                self._progressed(worker, moves)
+            case MoveFailedReport(move=number):
+                self._failed(self._flight(worker, number), report)
             case MoveSettled(move=number):
-                self._settled(number)
+                self._settled(self._flight(worker, number))
             case Connected(peer=peer, seconds=seconds):
                 self._connected(self._find(worker, peer), seconds)
             case ConnectFailed(peer=peer, message=message):
@@ -270,34 +279,34 @@ class Transfers:
 
     # Flights
 
-    def _done(self, report: MoveDone) -> None:
-        flight = self.flights.get(report.move)
+    def _flight(self, worker: Worker, number: int) -> Flight | None:
+        """The flight of that number, if it is this worker's."""
+        flight = self.flights.get(number)
+        return flight if flight is not None and flight.route.crew.worker is worker else None
+
+    def _done(self, flight: Flight | None, report: MoveDone) -> None:
         if flight is None:
             return
         self._forget(flight)
         flight.handoff.moved_bytes += report.size_bytes
         flight.handoff.apply(Moved(flight.move))
 
-    def _progressed(self, moves: list[int]) -> None:
+    def _progressed(self, worker: Worker, moves: list[int]) -> None:
         for number in moves:
-            if number in self._stalls:
+            if number in self._stalls and self._flight(worker, number) is not None:
                 self._stalls.sign(number)
 
-    def _settled(self, number: int) -> None:
-        flight = self.flights.get(number)
+    def _settled(self, flight: Flight | None) -> None:
         if flight is not None and flight.ended:
             self._settle(flight, started=True)
 
-    def _failed(self, report: MoveFailedReport) -> None:
-        flight = self.flights.get(report.move)
+    def _failed(self, flight: Flight | None, report: MoveFailedReport) -> None:
         if flight is None:
             return
         rank = flight.route.rank
         # A broken line is often the first sign of a dead process: then that is the cause to tell.
-        if report.kind == "disconnected" and not self.confirm_alive(rank):
-            flight = self.flights.get(report.move)
-            if flight is None:
-                return
+        if report.kind == "disconnected" and not self.confirm_alive(rank) and report.move not in self.flights:
+            return
         failure = Failure(
             _REASONS.get(report.kind, Reason.TRANSPORT), rank.name, f"{flight.route.name}: {report.message}"
         )
@@ -322,6 +331,12 @@ class Transfers:
         if started:
             flight.handoff.apply(MoveQuiet(flight.move, Role.PREFILL))
         self.quieting.settled(flight, started=started)
+
+    def _withdrawn(self, flight: Flight) -> None:
+        """No worker has ever heard of the flight: both its ends are quiet."""
+        self._forget(flight)
+        for side in Role:
+            flight.handoff.apply(MoveQuiet(flight.move, side))
 
     def _forget(self, flight: Flight) -> None:
         flight.ended = flight.settled = True
@@ -406,8 +421,11 @@ class Transfers:
         _log.error("peer.connect_expired", peer=route.rank.name, worker=route.crew.worker.rank.name)
         for flight in list(route.flights.values()):
             flight.handoff.fail(Reason.CONNECT, message, route.rank.name)
-        if route.state is RouteState.CONNECTING and route.rank.alive:
+        if route.rank.alive:
             self._connects.sign(route)
+        else:
+            route.state = RouteState.DOWN
+            route.trouble = message
 
     def _fenced(self, route: Route | None, error: str) -> None:
         if route is None or route.state is not RouteState.FENCING:

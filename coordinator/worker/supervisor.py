@@ -11,10 +11,11 @@ import contextlib
 import secrets
 import sys
 from enum import StrEnum
+from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from coordinator.logs import get_logger
-from coordinator.messages import MAX_ITEMS, Command, Commands, Stop, encode
+from coordinator.messages import MAX_ITEMS, Command, Commands, ConnectPeer, Move, Stop, encode
 from coordinator.worker.settings import ExitCode, WorkerSettings, encode_settings
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ RESTART_PAUSES_S: Final = (0.0, 0.0, 0.2, 1.0, 5.0)
 LONG_LIFE_S: Final = 30.0
 #: How long a worker may take to end by itself before it is killed.
 STOP_S: Final = 2.0
+#: A message with commands that has this many bytes is full: a worker takes none over 64 MiB.
+MESSAGE_BYTES: Final = 4 << 20
 #: A worker that ended like this would end like this again.
 _HOPELESS: Final = {ExitCode.SETTINGS, ExitCode.POOL, ExitCode.BACKEND, ExitCode.REFUSED}
 
@@ -189,25 +192,41 @@ class Worker:
 
 
 class CommandQueue:
-    """Sends commands to one life of a worker, all of one turn of the loop in one message."""
+    """Sends commands to one life of a worker, those of one turn of the loop together."""
 
     def __init__(self, send: Callable[[list[bytes]], bool], worker: Worker) -> None:
         """Send with ``send``, which returns False when it cannot."""
         self._send = send
         self._worker = worker
-        self._items: list[Command] = []
+        self._numbers = count()
+        self._items: dict[int, Command] = {}
+        # Where each move stands: a worker that is not up may have 100,000 moves waiting for it.
+        self._moves: dict[int, int] = {}
         self._scheduled = False
 
     def put(self, command: Command) -> None:
         """Queue a command. While the worker is not up it waits there; see ``flush``."""
-        self._items.append(command)
+        number = next(self._numbers)
+        self._items[number] = command
+        if isinstance(command, Move):
+            self._moves[command.move] = number
         if not self._scheduled and self._worker.identity is not None:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self.flush)
 
+    def withdraw(self, move: int) -> bool:
+        """Take back a move; False when it was sent."""
+        number = self._moves.pop(move, None)
+        if number is None:
+            return False
+        del self._items[number]
+        return True
+
     def clear(self) -> list[Command]:
         """Take back what was not sent."""
-        items, self._items = self._items, []
+        items = list(self._items.values())
+        self._items.clear()
+        self._moves.clear()
         return items
 
     def flush(self) -> None:
@@ -217,11 +236,25 @@ class CommandQueue:
         if identity is None:
             return
         while self._items:
-            part, self._items = self._items[:MAX_ITEMS], self._items[MAX_ITEMS:]
-            if not self._send([identity, encode(Commands(part))]):
+            if not self._send([identity, encode(Commands(self._take()))]):
                 # Its reader does nothing but read: a full queue means that the process is stuck.
                 self._worker.kill("does not read its commands")
                 return
+
+    def _take(self) -> list[Command]:
+        """Take what goes into one message."""
+        taken: list[Command] = []
+        size_bytes = 0
+        while self._items and len(taken) < MAX_ITEMS and size_bytes < MESSAGE_BYTES:
+            number = next(iter(self._items))
+            command = self._items.pop(number)
+            taken.append(command)
+            if isinstance(command, Move):
+                del self._moves[command.move]
+                size_bytes += 2 * len(command.source_pages)
+            elif isinstance(command, ConnectPeer):
+                size_bytes += len(command.endpoint)
+        return taken
 
     def stop(self) -> None:
         """Ask the worker to end."""

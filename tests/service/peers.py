@@ -73,6 +73,11 @@ def pages(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
 
 
+def pool(count: int, world_size: int = 1) -> Pool:
+    """A pool of ``count`` pages."""
+    return Pool("", LAYOUT.pool_bytes(count, world_size), count)
+
+
 def hello(stage: Stage, role: Role, group: str, rank: int, world_size: int, **changes: object) -> Hello:
     """What a rank says of itself, some of it changed."""
     layout = changes.get("layout", LAYOUT)
@@ -393,7 +398,8 @@ class WorkerPeer(Peer):
     """Speaks for one worker. On ``auto`` connects, moves and fences succeed at once.
 
     Attributes:
-        commands: what it was told to do, in order.
+        commands: what it was told to do, in order; ``commanded_at_s`` says when.
+        largest_bytes: the size of the largest message that it got.
 
     """
 
@@ -402,6 +408,8 @@ class WorkerPeer(Peer):
         self.worker = worker
         self.auto = auto
         self.commands: list[Command] = []
+        self.commanded_at_s: list[float] = []
+        self.largest_bytes = 0
         self.lands_after_settled = True
 
     async def join(self) -> None:
@@ -428,7 +436,7 @@ class WorkerPeer(Peer):
 
     async def commanded(self, count: int = 1) -> None:
         """Wait until it was told to do ``count`` things."""
-        await eventually_async(lambda: len(self.commands) >= count, what=f"{count} commands")
+        await eventually_async(lambda: len(self.commands) >= count, 20.0, f"{count} commands")
 
     async def move(self, index: int = 0) -> Move:
         """Wait for a move that was asked for."""
@@ -452,10 +460,12 @@ class WorkerPeer(Peer):
         self.report(MoveFailed(move.move, kind, "as the test says", settled, started))
 
     def on_frames(self, frames: list[bytes]) -> None:
+        self.largest_bytes = max(self.largest_bytes, len(frames[0]))
         message = decode_to_worker(frames[0])
         if not isinstance(message, Commands):
             return
         self.commands += message.items
+        self.commanded_at_s += [asyncio.get_running_loop().time()] * len(message.items)
         for command in message.items if self.auto else ():
             match command:
                 case ConnectPeer():
