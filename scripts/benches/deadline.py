@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TARGETS: Final[dict[str, Target]] = {"p99_late_ms": at_most(5), "all_at_once_s": at_most(0.5)}
 
-_WORLD_SIZE: Final = 4
+_WORLD_SIZE: Final = 2
 _PATIENCE_S: Final = 60.0
 #: The coordinator stands still from so long before the first deadline until so long after the last.
 _MARGIN_S: Final = 0.2
@@ -53,7 +53,7 @@ def run(arguments: Arguments) -> dict[str, float]:
 
     """
     inflight = 1000 if arguments.quick else 10_000
-    spread_s = 1.0 if arguments.quick else 10.0
+    spread_s = 2.0 if arguments.quick else 10.0
     return {
         "inflight": inflight,
         "p99_late_ms": 1e3 * _late_s(inflight, spread_s),

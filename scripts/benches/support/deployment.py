@@ -59,7 +59,7 @@ class RankHandle:
         log = directory / f"{settings.group}-{settings.rank}.log"
         arguments = (str(os.getpid()), msgspec.json.encode(settings).decode())
         command = (sys.executable, "-m", "scripts.benches.support.rank_process", *arguments)
-        self.child = Child(self.name, start(command, log, environment), log)
+        self.child = Child(self.name, start(command, environment, log, log), log)
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:
