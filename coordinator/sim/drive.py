@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _BURST: Final = 8
 #: How long they have been so, at least, when it is.
 _IN_FLIGHT_S: Final = 0.05
+#: How long other handoffs are under way then.
+_ANY_STATE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class DriveOptions:
     """
 
     handoffs: int = 200
-    concurrency: int = 16
+    concurrency: int = 8
     kill_decode: bool = True
     settle_s: float = 60.0
     seed: int = 0
@@ -78,6 +80,7 @@ class Drive:
         except SimulationError as error:
             problems.append(str(error))
         self._times.end_s = time.monotonic()
+        problems += self._without_success()
         # Also after a wait in vain: the last states tell who holds what.
         problems += self._finish()
         options = self._cluster.options
@@ -91,12 +94,23 @@ class Drive:
         )
 
     def _drive(self) -> None:
+        self._warm_up()
         if self._options.kill_decode:
             burst = max(1, min(_BURST, self._options.handoffs // 4))
-            self._feed(until_left=self._left - (self._options.handoffs - burst) // 2)
+            self._feed(until_left=(self._left + burst) // 2)
             self._heal(self._kill_in_flight(burst))
         self._feed(until_left=0)
         self._wait(lambda: not self._book.open, "every handoff to be over on every rank")
+
+    def _warm_up(self) -> None:
+        """Hand over one request alone: workers start and connect for it, the others find them there."""
+        if self._left <= _BURST:
+            return
+        before_s = time.monotonic()
+        self._feed(until_left=self._left - 1)
+        self._wait(lambda: not self._book.open, "the first handoff to be over")
+        first_s = time.monotonic() - before_s
+        self._tell(f"the first handoff took {first_s:.2f} s, with workers that start and connect for it")
 
     def _feed(self, until_left: int) -> None:
         """Submit ordinary requests, a bounded number at once, until so many are left."""
@@ -108,6 +122,10 @@ class Drive:
     def _kill_in_flight(self, burst: int) -> list[Handoff]:
         """Kill decode while handoffs to it are in flight for certain; returns these handoffs."""
         caught = self._catch_in_flight(burst)
+        # And others in whatever state they will be.
+        others = min(self._options.concurrency, self._left // 2)
+        self._submit([self._workload.ordinary() for _ in range(others)])
+        self._pause(_ANY_STATE_S)
         doomed = sum(1 for handoff in self._book.open.values() if handoff.outcome is None)
         self._tell(f"{self._decode.name} is killed now (SIGKILL) with {doomed} handoffs on their way to it")
         self._times.killed_s = time.monotonic()
@@ -185,6 +203,13 @@ class Drive:
                 self._tell_since_kill("the first handoff to it succeeded", time.monotonic())
         self._seen = len(self._book.settled)
         self._tick()
+
+    def _without_success(self) -> list[str]:
+        """Handoffs to the decode engine as it is now must not all have failed."""
+        outcomes = {handoff.outcome for handoff in self._book.settled if handoff.decode == self._decode.party}
+        if not outcomes or "" in outcomes:
+            return []
+        return [f"no handoff to {self._decode.party} has succeeded"]
 
     def _finish(self) -> list[str]:
         """End the engines; every rank must be left with all pages free."""

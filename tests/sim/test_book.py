@@ -153,7 +153,7 @@ class TestSummary:
         }
         assert self.summary.ok
 
-    def test_failures_are_counted_by_reason_and_are_no_problem_beside_successes(self) -> None:
+    def test_failures_are_counted_by_reason_and_are_no_problem(self) -> None:
         book, _ = begun()
         for rank in range(2):
             report(book, PREFILL, rank, ended("peer_lost"), Freed(7, 0))
@@ -162,7 +162,7 @@ class TestSummary:
         assert figures["failed"] == {"peer_lost": 1}
         assert figures["p50_ms"] is None
         assert figures["heal_s"] is None
-        assert self.summary.problems == ("no handoff has succeeded",)
+        assert self.summary.ok
 
     def test_what_is_unresolved_is_a_problem(self) -> None:
         book, _ = begun()
