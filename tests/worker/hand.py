@@ -23,7 +23,7 @@ from backends.base import (
 from tests.worker.support import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from backends.base import Part, Region
 
@@ -66,6 +66,7 @@ class HandLink(Link):
         self.writes: list[HandTransfer] = []
         self.fence_errors: list[str] = []
         self.write_error: Exception | None = None
+        self.on_write: Callable[[], None] | None = None
         self.fenced = False
         self._thread = threading.get_ident()
         self._came = threading.Condition()
@@ -79,6 +80,8 @@ class HandLink(Link):
         with self._came:
             self.writes.append(transfer)
             self._came.notify_all()
+        if self.on_write is not None:
+            self.on_write()
         moving = [other for other in self.writes if not other.settled]
         assert len(moving) <= MOST_MOVING
         return transfer

@@ -53,10 +53,16 @@ class PoolFile:
         descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         os.truncate(descriptor, self.size_bytes)
         os.close(descriptor)
-        self.mapped = MappedPool(self.path, self.size_bytes)
+        self._mapped: MappedPool | None = None
         self.bytes: NDArray[np.uint8] = np.memmap(self.path, np.uint8, "r+")
         if seed is not None:
             self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.size_bytes, np.uint8)
+
+    @property
+    def mapped(self) -> MappedPool:
+        """Our own mapping, as a worker's: it locks the file, so no worker process has it then."""
+        self._mapped = self._mapped or MappedPool(self.path, self.size_bytes)
+        return self._mapped
 
     @property
     def by_page(self) -> NDArray[np.uint8]:

@@ -406,6 +406,16 @@ def test_a_revoke_of_a_move_that_is_over_says_nothing(bench: Bench) -> None:
     assert len(bench.sender.reports.of(1)) == 1
 
 
+def test_a_command_is_heard_between_two_posts(bench: Bench) -> None:
+    """A revoke that comes during the first of many posts lets no second one out."""
+    bench.link.on_write = lambda: bench.sender.obey(Revoke([1]))
+    bench.move(1, pages=10)
+    bench.link.wait_for_writes(1)[0].end()
+
+    bench.sender.reports.wait(MoveSettled)
+    assert len(bench.link.writes) == 1
+
+
 def test_a_fence_settles_everything_and_comes_last(bench: Bench) -> None:
     bench.move(1, pages=2)
     bench.move(2, pages=40)
@@ -463,6 +473,16 @@ def test_a_fence_that_fails_says_so_and_can_be_tried_again(bench: Bench) -> None
     _, again = bench.sender.reports.wait(Fenced, count=2)
     assert again.error == ""
     assert bench.sender.reports.of(1)[-1] == MoveSettled(1)
+
+
+def test_a_lane_whose_fence_failed_is_not_taken_for_fenced(bench: Bench) -> None:
+    """Even when it had no moves: what it sends with is still there."""
+    bench.link.fence_errors = ["engine is stuck"]
+    bench.sender.obey(FencePeer(bench.receiver.peer), FencePeer(bench.receiver.peer))
+
+    first, second = bench.sender.reports.wait(Fenced, count=2)
+    assert (first.error, second.error) == ("engine is stuck", "")
+    assert bench.link.fenced
 
 
 # --- progress and rest -------------------------------------------------------------------------

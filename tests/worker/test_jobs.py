@@ -1,0 +1,96 @@
+"""The queue between the host's thread and a lane's: order, turns, and who may fail a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.messages import ConnectPeer, FencePeer, Move, Revoke
+from coordinator.worker import jobs as jobs_module
+from coordinator.worker.jobs import JobQueue
+from tests.worker.support import LAYOUT
+
+CONNECT = ConnectPeer("decode/0", b"", LAYOUT, 1, 0, 1)
+
+
+def a_move(number: int) -> Move:
+    return Move(number, "decode/0", b"", b"")
+
+
+@pytest.fixture
+def queue() -> JobQueue:
+    queue = JobQueue("decode/0")
+    queue.put(CONNECT)
+    return queue
+
+
+def numbers(queue: JobQueue, link: int) -> list[int]:
+    """Take what is ready for a link."""
+    taken = []
+    while job := queue.next(link):
+        taken.append(job.move.move)
+    return taken
+
+
+def test_jobs_are_taken_in_order_and_those_with_more_to_post_go_behind(queue: JobQueue) -> None:
+    for number in (1, 2):
+        assert queue.add(a_move(number)) == ""
+    first = queue.next(1)
+    assert first is not None
+    queue.again(first)
+
+    assert numbers(queue, 1) == [2, 1]
+    assert not queue.has_ready
+
+
+def test_a_job_waits_for_the_connect_that_was_queued_before_it(queue: JobQueue) -> None:
+    queue.add(a_move(1))
+    queue.put(CONNECT)
+    queue.add(a_move(2))
+
+    assert numbers(queue, 1) == [1]
+    assert [job.move.move for job in queue.take_all(1)] == [1]
+    assert list(queue.notes(0.0)) == [CONNECT, None, CONNECT, None]
+    assert numbers(queue, 2) == [2]
+
+
+def test_a_job_that_nobody_took_is_dropped_and_one_that_was_taken_is_announced(
+    queue: JobQueue,
+) -> None:
+    for number in (1, 2, 3):
+        queue.add(a_move(number))
+    queue.next(1)
+    list(queue.notes(0.0))
+
+    assert queue.revoke([1, 2, 9]) == [2]
+    assert list(queue.notes(0.0)) == [Revoke([1])]
+    assert numbers(queue, 1) == [3]
+    assert queue.get(2) is None
+
+
+def test_a_full_queue_refuses(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 2)
+    queue.add(a_move(1))
+    queue.add(a_move(2))
+    assert queue.add(a_move(3)) == "2 moves to decode/0 are waiting already"
+
+
+def test_it_closes_only_when_nothing_is_left_and_accepts_nothing_then(queue: JobQueue) -> None:
+    assert not queue.close_if_empty()
+    list(queue.notes(0.0))
+    queue.add(a_move(1))
+    list(queue.notes(0.0))
+    assert not queue.close_if_empty()
+    job = queue.next(1)
+    assert job is not None
+    queue.forget(job)
+
+    assert queue.close_if_empty()
+    assert queue.closed
+    assert not queue.put(FencePeer("decode/0"))
+    assert queue.add(a_move(2)) == "the link to decode/0 was fenced"
+
+
+def test_notes_end_when_none_came_in_time(queue: JobQueue) -> None:
+    assert list(queue.notes(0.0)) == [CONNECT]
+    assert list(queue.notes(0.001)) == []
+    assert not queue.has_notes
