@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections import deque
 from functools import partial
@@ -32,7 +33,7 @@ PAGES: Final = 4
 TP1_WINDOW: Final = 256
 TP8_WINDOW: Final = 64
 #: An engine's scheduler step; the fastest real ones take some milliseconds.
-STEP_S: Final = 0.002
+STEP_MS: Final = 5
 _ANSWER_S: Final = 30.0
 
 
@@ -82,6 +83,8 @@ def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
     say = partial(rank.send, last=True) if isinstance(rank, PrefillRank) else rank.offer
     free = deque(np.arange(slot * PAGES, (slot + 1) * PAGES, dtype=np.int32) for slot in range(window))
     held: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}
+    orders = select.poll()
+    orders.register(driver, select.POLLIN)
     room = succeeded = 0
     while True:
         while free:
@@ -90,7 +93,7 @@ def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
             held[room] = free.popleft()
             say(room, held[room])
         # A step of the engine; and here the driver is heard.
-        if driver.poll(STEP_S):
+        if orders.poll(STEP_MS):
             driver.recv()
             driver.send(Sample(succeeded, time.monotonic()))
         for event in rank.drain():
