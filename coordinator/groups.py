@@ -131,21 +131,32 @@ class Group:
         ready = len(live) == self.world_size and all(rank.listening for rank in live)
         changed = (stable, ready) != (self.stable, self.ready)
         self.stable, self.ready = stable, ready
-        if changed:
-            self.log.trim(
-                min(
+        self.log.trim(
+            min(
+                (
                     self.log.first - 1 if rank is None else rank.acknowledged
                     for rank in self.ranks
                     if rank is None or not rank.gone
-                )
-                if any(rank is None or not rank.gone for rank in self.ranks)
-                else self.stable
+                ),
+                default=self.stable,
             )
+        )
         return changed
 
     def drained(self) -> None:
-        """Forget the verdicts that every live member's engine has drained."""
-        applied = min((rank.applied for rank in self.live), default=self.log.head)
+        """Forget the verdicts that every engine has drained that may still speak of their rooms.
+
+        That includes the engine of a rank that was lost, as long as it may come back.
+        """
+        kept = self.log.first - 1
+        applied = min(
+            (
+                rank.applied
+                for rank in self.ranks
+                if rank is not None and not rank.gone and (rank.alive or rank.acknowledged >= kept)
+            ),
+            default=self.log.head,
+        )
         while self.ended:
             room = next(iter(self.ended))
             if self.ended[room] > applied:

@@ -13,6 +13,7 @@ from coordinator.events import (
     Event,
     ExtendClock,
     Late,
+    MoveQuiet,
     Refuse,
     Release,
     Revoke,
@@ -20,12 +21,12 @@ from coordinator.events import (
     StartMove,
 )
 from coordinator.machine import HandoffMachine
+from coordinator.messages import Role
 from coordinator.reasons import Failure, Reason
 
 if TYPE_CHECKING:
     from coordinator.config import HandoffBounds
     from coordinator.groups import Group
-    from coordinator.messages import Role
     from coordinator.transfers import Flight
 
 
@@ -141,13 +142,14 @@ class Handoff:
         desk = self._desk
         match effect:
             case StartMove():
-                desk.start_move(self, effect)
+                self._start(effect)
             case StartClock():
                 self.complete_at_s = asyncio.get_running_loop().time()
                 self._prefill_complete.set()
                 desk.trail(self, "handoff.prefill_complete")
             case AllMoving():
-                desk.trail(self, "handoff.moving")
+                if not self.machine.state.terminal:
+                    desk.trail(self, "handoff.moving")
             case Conclude():
                 self.concluded_at_s = asyncio.get_running_loop().time()
                 desk.concluded(self)
@@ -161,6 +163,14 @@ class Handoff:
                 self.reschedule()
             case Late(event=late):
                 desk.late(self, late)
+
+    def _start(self, move: StartMove) -> None:
+        if not self.machine.state.terminal:
+            self._desk.start_move(self, move)
+            return
+        # A move before this one could not be started, and that was the verdict.
+        for side in Role:
+            self.apply(MoveQuiet(move.move, side))
 
     def fail(self, reason: Reason, message: str, origin: str = "") -> None:
         """Fail the handoff, unless its verdict is known."""

@@ -184,18 +184,27 @@ class Rooms:
             # It was over before this side ever spoke of it, or before this side heard of its verdict.
             self.adopt(rank.group, room, ended)
             return None
-        if self.draining:
-            failure = Failure(Reason.DRAINING, "", "the coordinator is draining; try another prefill node")
+        failure = self._unwelcome(rank.group)
+        if failure is not None:
             self._stillborn(rank.group, room, failure)
-            return None
-        if len(self.active) >= self._limits.max_handoffs:
-            why = f"limits.max_handoffs = {self._limits.max_handoffs} handoffs are in flight"
-            self._stillborn(rank.group, room, Failure(Reason.REJECTED, "", why))
             return None
         handoff = self.admit(room, self._next_attempt(room))
         self.bind(handoff, rank.group)
         self.trail(handoff, "handoff.opened")
         return handoff
+
+    def _unwelcome(self, group: Group) -> Failure | None:
+        """Say why no handoff of ``group`` can begin now."""
+        limits = self._limits
+        if self.draining:
+            return Failure(Reason.DRAINING, "", "the coordinator is draining; try another prefill node")
+        if len(self.active) >= limits.max_handoffs:
+            why = f"limits.max_handoffs = {limits.max_handoffs} handoffs are in flight"
+            return Failure(Reason.REJECTED, "", why)
+        if group.role is Role.DECODE and len(self._offers) >= limits.max_offers:
+            why = f"limits.max_offers = {limits.max_offers} offers wait for prefill already"
+            return Failure(Reason.REJECTED, "", why)
+        return None
 
     def admit(self, room: int, attempt: int) -> Handoff:
         """Begin a handoff that no group is part of yet."""
@@ -235,7 +244,7 @@ class Rooms:
         prefill, decode = handoff.prefill, handoff.decode
         if prefill is None or decode is None:
             if group.role is Role.DECODE:
-                self._watch_offer(handoff)
+                self._offers.sign(handoff)
             return
         pair = pairing(prefill.layout, prefill.world_size, decode.layout, decode.world_size)
         if isinstance(pair, str):
@@ -244,13 +253,6 @@ class Rooms:
             self.met(handoff)
             if not handoff.machine.state.terminal:
                 handoff.apply(Paired(pair))
-
-    def _watch_offer(self, handoff: Handoff) -> None:
-        if len(self._offers) >= self._limits.max_offers:
-            why = f"limits.max_offers = {self._limits.max_offers} offers wait for prefill already"
-            handoff.fail(Reason.REJECTED, why)
-        else:
-            self._offers.sign(handoff)
 
     def _abandoned(self, handoff: Handoff) -> None:
         handoff.fail(
@@ -264,7 +266,8 @@ class Rooms:
         self._counters.opened += 1
         self._counters.failed[failure.reason] += 1
         if room not in self.active:
-            self.remember(room, Ended(attempt, None, None))
+            other = Role.DECODE if group.role is Role.PREFILL else Role.PREFILL
+            self.remember(room, Ended(attempt, failure, other))
         self.tell(group, room, Outcome(room, attempt, failure))
         self.tell(group, room, Released(room, attempt))
         _log.info(

@@ -293,8 +293,8 @@ class RankPeer(Peer):
         return self.refusals.pop(0)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        # By event, not by polling: under virtual time a hundred days pass while nothing happens.
-        async with asyncio.timeout(10_000_000 if self.stage.virtual else 20):
+        # By event, not by polling: under virtual time hours pass while nothing happens.
+        async with asyncio.timeout(20_000 if self.stage.virtual else 20):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
