@@ -44,7 +44,9 @@ class Channel:
         self._wake()
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send without waiting; False when the peer is gone or its queue is full."""
+        """Send without waiting; False when the peer is gone, its queue is full, or we are closed."""
+        if self._closed:
+            return False
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < ZERO_COPY_BYTES)
         except zmq.ZMQError as error:

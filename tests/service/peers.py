@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import zmq
 
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
     from coordinator.worker.supervisor import Worker
     from tests.service.stage import Stage
+
+C = TypeVar("C", ConnectPeer, Move, Revoke, FencePeer)
 
 LAYOUT: Final = Layout(layers=2, page_tokens=16, kv_heads=8, head_size=8, dtype="float16")
 PAGES: Final = 64
@@ -279,6 +281,10 @@ class RankPeer(Peer):
         assert len(releases) == 1, "one release per attempt"
         return releases[0]
 
+    async def heard(self, count: int, kind: type[Event]) -> None:
+        """Wait until it has heard this many events of a kind."""
+        await self._until(lambda: sum(isinstance(event, kind) for event in self.events) >= count)
+
     def when(self, kind: type[Event], room: int, attempt: int = 1) -> float:
         """When it heard an event of this kind."""
         for event, at_s in zip(self.events, self.heard_at_s, strict=True):
@@ -422,7 +428,7 @@ class WorkerPeer(Peer):
         """Report to the coordinator."""
         self.send(Reports(list(items)))
 
-    def of(self, kind: type[Command]) -> list[Command]:
+    def of(self, kind: type[C]) -> list[C]:
         """The commands of one kind."""
         return [command for command in self.commands if isinstance(command, kind)]
 

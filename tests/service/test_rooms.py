@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.layout import Layout
-from coordinator.messages import Cancel, Extend, Item, Offer, Open, Role, Send
+from coordinator.messages import Cancel, Extend, Item, Offer, Open, Outcome, Released, Role, Send
 from tests.service.peers import PAGES, pages
 from tests.service.stage import VirtualStage, config, now_s, turns, virtual_time
 from tests.support.waiting import eventually_async
@@ -375,7 +375,7 @@ async def test_an_error_of_one_rank_of_eight_is_told_to_all_with_its_cause() -> 
 async def all_over(ranks: list[RankPeer], rooms: range, since_s: float) -> None:
     """Wait until every rank has heard a verdict for each room, all within two seconds."""
     for rank in ranks:
-        await eventually_async(lambda rank=rank: len(rank.outcomes()) == len(rooms))
+        await rank.heard(len(rooms), Outcome)
         assert {outcome.room for outcome in rank.outcomes()} == set(rooms)
     assert now_s() - since_s < 2.0
 
@@ -394,7 +394,7 @@ async def test_a_thousand_cancels_at_once_before_anything_moves() -> None:
             prefill[room % 2].cancel(room)
         await all_over(prefill, rooms, asked_s)
         for rank in prefill:
-            await eventually_async(lambda rank=rank: len(rank.events) == 2 * len(rooms))
+            await rank.heard(len(rooms), Released)
             rank.drain()
         await stage.empty()
         assert stage.service.counters.failed == {"cancelled_by_prefill": len(rooms)}
@@ -418,7 +418,7 @@ async def test_a_thousand_cancels_at_once_while_all_of_them_move() -> None:
         for move in worker.moves():
             worker.failed(move, "revoked", started=False)
         for rank in prefill + decode:
-            await eventually_async(lambda rank=rank: len(rank.events) == 2 * len(rooms))
+            await rank.heard(len(rooms), Released)
             rank.drain()
         await stage.empty()
         assert stage.service.counters.failed == {"cancelled_by_decode": len(rooms)}

@@ -237,7 +237,7 @@ async def test_of_a_line_that_broke_with_its_process_the_process_is_told() -> No
             stage.died(decode[0])
             return False
 
-        stage.service.transfers.confirm_alive = confirm_alive  # type: ignore[assignment]
+        stage.service.transfers.confirm_alive = confirm_alive
         worker.failed(move, "disconnected")
         assert await prefill[0].failure(7) == "peer_lost"
         assert looked_at == [member]
@@ -257,7 +257,7 @@ async def test_a_decode_rank_that_was_silent_for_a_while_is_connected_anew() -> 
         assert await prefill[0].failure(1) == "peer_lost"
         await eventually_async(lambda: worker.of(FencePeer), 30)
         worker.failed(move, "disconnected")
-        worker.report(Fenced(worker.of(FencePeer)[0].peer))  # type: ignore[union-attr]
+        worker.report(Fenced(worker.of(FencePeer)[0].peer))
         await prefill[0].release(1)
         await asyncio.sleep(60)
         worker.commands.clear()
