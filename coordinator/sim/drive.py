@@ -24,7 +24,7 @@ _BURST: Final = 8
 #: How long they have been so, at least, when it is.
 _IN_FLIGHT_S: Final = 0.05
 #: How long other handoffs are under way then.
-_ANY_STATE_S: Final = 0.01
+_ANY_STATE_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,9 @@ class Drive:
 
     def _pause(self, duration_s: float) -> None:
         until_s = time.monotonic() + duration_s
-        self._wait(lambda: time.monotonic() >= until_s, "a moment")
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._cluster.pump(left_s)
+            self._observe()
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         def observing() -> bool:

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,6 +21,7 @@ ONE = ClusterOptions(layout=small_layout(1), pages=64)
 
 
 def test_one_rank_on_each_side_hands_over_and_leaves_no_trace() -> None:
+    """Also prompts that decode has already, in part or whole (case C48), and a room used again (case C35)."""
     with Cluster(ONE) as cluster:
         prefill = cluster.add(Role.PREFILL, "prefill-0", 1)
         decode = cluster.add(Role.DECODE, "decode-0", 1)
@@ -27,11 +29,13 @@ def test_one_rank_on_each_side_hands_over_and_leaves_no_trace() -> None:
         pools = [Path(ready.pool_path) for group in (prefill, decode) for ready in group.ready.values()]
         pids = [cluster.coordinator.pid, prefill.children[0].pid, decode.children[0].pid]
         assert all(pool.stat().st_size == 64 * 16 * 1024 for pool in pools)
-        requests = [Request(room, pages=room, chunk_pages=2, prefix_pages=room // 3) for room in range(1, 9)]
-        cluster.hand_off(requests, prefill, decode)
-        cluster.wait_until(lambda: not cluster.book.open, 20, "the handoffs")
+        requests = [Request(room, pages=4, chunk_pages=2, prefix_pages=room % 5) for room in range(1, 9)]
+        for again in range(2):
+            requests = [msgspec.structs.replace(request, generation=again) for request in requests]
+            cluster.hand_off(requests, prefill, decode)
+            cluster.wait_until(lambda: not cluster.book.open, 20, "the handoffs")
         cluster.finish(20)
-        assert [handoff.outcome for handoff in cluster.book.settled] == [""] * 8
+        assert [handoff.outcome for handoff in cluster.book.settled] == [""] * 16
         assert sum(handoff.corrupt_pages for handoff in cluster.book.settled) == 0
         assert {last.free_pages for lasts in cluster.book.finals.values() for last in lasts.values()} == {64}
     assert not cluster.directory.exists()

@@ -50,6 +50,7 @@ def check_good(code: int, result: dict[str, Any], backend: str, handoffs: int) -
 
 
 def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decode dies with handoffs in flight and comes back (case C07)."""
     code, result = show(tmp_path, DemoOptions(backend="loopback", handoffs=60))
     check_good(code, result, "loopback", 60)
     output = capsys.readouterr().out
@@ -64,6 +65,7 @@ def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.nixl
 def test_nixl(tmp_path: Path) -> None:
+    """The same over a native engine (case C07)."""
     pytest.importorskip("nixl_cu12", reason="there is no nixl wheel here")
     code, result = show(tmp_path, DemoOptions(backend="nixl", handoffs=60))
     check_good(code, result, "nixl", 60)
