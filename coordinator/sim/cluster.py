@@ -19,13 +19,11 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
-from coordinator.layout import Layout
 from coordinator.sim.book import Book, Party
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.engine import Sabotage
@@ -36,9 +34,11 @@ from coordinator.sim.settings import RankSettings
 from coordinator.sim.wire import Ready, decode_reports, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from coordinator.messages import Role
+    from coordinator.sim.child import Child
+    from coordinator.sim.options import ClusterOptions
     from coordinator.sim.wire import Command, Request
 
 #: Longest path of a socket that the kernel takes, less the longest name that we use.
@@ -46,44 +46,6 @@ _MAX_DIRECTORY: Final = 60
 #: Reports taken before the caller gets its turn again.
 _MAX_REPORTS: Final = 256
 _ENDING_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """How a deployment is built.
-
-    Attributes:
-        backend: name of the transfer backend.
-        layout: of every pool.
-        pages: in every rank's pool.
-        step_s: how long a step of prefill takes at least.
-        ready_timeout_s: bound of the start.
-        step_timeout_s: bound of the silence within an engine.
-        coordinator: settings of the coordinator, by table of its TOML file, over the demo's own.
-        options: the backend's settings, for ranks and workers.
-        environment: variables for all processes, over those of this one.
-        sabotage: faults to build in, by group name; each in the group's last rank.
-
-    """
-
-    backend: str = "loopback"
-    layout: Layout = field(default_factory=lambda: small_layout(2))
-    pages: int = 512
-    step_s: float = 0.002
-    ready_timeout_s: float = 60.0
-    step_timeout_s: float = 60.0
-    coordinator: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    sabotage: Mapping[str, Sabotage] = field(default_factory=dict)
-
-
-def small_layout(world_size: int) -> Layout:
-    """Lay out pages of 16 KiB on each rank (8 planes of 2 KiB), however many ranks there are.
-
-    512 of them are 8 MiB: four ranks fit into the 64 MiB of shared memory that a container has.
-    """
-    return Layout(layers=4, page_tokens=16, kv_heads=world_size, head_size=64, dtype="bfloat16")
 
 
 class Cluster:
@@ -97,11 +59,15 @@ class Cluster:
 
     """
 
-    def __init__(self, options: ClusterOptions) -> None:
+    def __init__(self, options: ClusterOptions, forks: ForkServer | None = None) -> None:
         """Start the coordinator.
 
+        Args:
+            options: how everything is built.
+            forks: where ranks are started; None: a fork server of our own, ready after two seconds.
+
         Raises:
-            SimulationError: it cannot be started.
+            SimulationError: a process cannot be started.
 
         """
         self.options = options
@@ -117,8 +83,7 @@ class Cluster:
             self._socket.bind(self._reports_address)
             self.coordinator = CoordinatorProcess(self.directory, self._config(), self._environment)
             self._cleanup.callback(self.coordinator.end)
-            self._server = ForkServer(self.directory, self._environment)
-            self._cleanup.callback(self._server.close)
+            self._forks = forks or self._own_forks()
             self.coordinator.start()
         except BaseException:
             self._cleanup.close()
@@ -156,7 +121,7 @@ class Cluster:
             sabotage=self.options.sabotage.get(name, Sabotage.NONE),
             sabotage_rank=world_size - 1,
         )
-        group = EngineGroup(settings, self._server, self._send, self.book.lose)
+        group = EngineGroup(settings, self._start_rank, self._send, self.book.lose)
         self.groups[name] = group
         self._cleanup.callback(group.join, 0)
         group.start()
@@ -270,6 +235,15 @@ class Cluster:
             directory = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         return directory
+
+    def _own_forks(self) -> ForkServer:
+        forks = ForkServer(self.directory, self._environment)
+        self._cleanup.callback(forks.close)
+        return forks
+
+    def _start_rank(self, settings: RankSettings) -> Child:
+        log = self.directory / f"{settings.group}-{settings.incarnation}-{settings.rank}.log"
+        return self._forks.start(settings, self._environment, log)
 
     def _config(self) -> dict[str, dict[str, object]]:
         tables: dict[str, dict[str, object]] = {

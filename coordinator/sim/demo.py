@@ -15,10 +15,11 @@ from rich.console import Console
 from backends import registry
 from backends.base import BackendUnavailableError
 from coordinator.messages import Role
-from coordinator.sim.cluster import Cluster, ClusterOptions, small_layout
+from coordinator.sim.cluster import Cluster
 from coordinator.sim.display import Display, show
 from coordinator.sim.drive import Drive, DriveOptions
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.options import ClusterOptions, small_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -32,14 +32,12 @@ class ForkServer:
     """Starts ranks by forking them off a process that has torch loaded."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        """Start it; it gets ready while others start. Logs go to ``directory``.
+        """Start it, with its log in ``directory``; it gets ready while others start.
 
         Raises:
             SimulationError: it cannot be started.
 
         """
-        self._directory = directory
-        self._environment = dict(environment)
         self._pending = b""
         self._forked: list[int] = []
         self._ended: dict[int, int] = {}
@@ -52,16 +50,14 @@ class ForkServer:
             raise SimulationError(message)
         self._stdin, self._stdout = process.stdin, process.stdout
 
-    def start(self, settings: RankSettings) -> Child:
-        """Start a rank.
+    def start(self, settings: RankSettings, environment: Mapping[str, str], log: Path) -> Child:
+        """Start a rank with this environment, whose output goes to ``log``.
 
         Raises:
             SimulationError: the fork server has died, or does not answer.
 
         """
-        name = f"{settings.group}-{settings.incarnation}-{settings.rank}"
-        log = self._directory / f"{name}.log"
-        line = msgspec.json.encode(Fork(str(log), self._environment, settings)) + b"\n"
+        line = msgspec.json.encode(Fork(str(log), dict(environment), settings)) + b"\n"
         try:
             self._stdin.write(line)
             self._stdin.flush()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coordinator.sim.child import Child
-    from coordinator.sim.forks import ForkServer
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import Command, Ready, Request
 
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 class EngineGroup:
     """All ranks of one engine, each a process of its own.
 
-    ``send`` and ``lost`` are the driver's: how a command reaches rank 0 of a group, and who hears
-    that ranks were killed on purpose.
+    ``start_rank``, ``send`` and ``lost`` are the driver's: how a rank is started, how a command
+    reaches rank 0 of a group, and who hears that ranks were killed on purpose.
     """
 
     def __init__(
         self,
         settings: RankSettings,
-        server: ForkServer,
+        start_rank: Callable[[RankSettings], Child],
         send: Callable[[Party, Command], None],
         lost: Callable[[Party, Sequence[int]], None],
     ) -> None:
@@ -41,7 +40,7 @@ class EngineGroup:
         self.ready: dict[int, Ready] = {}
         self.children: list[Child] = []
         self._settings = settings
-        self._server = server
+        self._start_rank = start_rank
         self._send = send
         self._lost = lost
 
@@ -117,5 +116,6 @@ class EngineGroup:
             child.join(timeout_s)
 
     def _spawn(self, rank: int) -> Child:
-        settings = msgspec.structs.replace(self._settings, rank=rank, incarnation=self.incarnation)
-        return self._server.start(settings)
+        return self._start_rank(
+            msgspec.structs.replace(self._settings, rank=rank, incarnation=self.incarnation)
+        )

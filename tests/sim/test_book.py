@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.sim.book import Book, Handoff, Party
-from coordinator.sim.cluster import small_layout
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.options import small_layout
 from coordinator.sim.summary import Times, summarize
 from coordinator.sim.wire import (
     Checkpoint,

@@ -6,23 +6,28 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
 import pytest
 
 from coordinator.messages import Role
-from coordinator.sim.cluster import Cluster, ClusterOptions, small_layout
+from coordinator.sim.cluster import Cluster
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.options import ClusterOptions, small_layout
 from coordinator.sim.wire import Request
 from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from coordinator.sim.forks import ForkServer
 
 ONE = ClusterOptions(layout=small_layout(1), pages=64)
 
 
-def test_one_rank_on_each_side_hands_over_and_leaves_no_trace() -> None:
+def test_one_rank_on_each_side_hands_over_and_leaves_no_trace(forks: ForkServer) -> None:
     """Also prompts that decode has already, in part or whole (case C48), and a room used again (case C35)."""
-    with Cluster(ONE) as cluster:
+    with Cluster(ONE, forks) as cluster:
         prefill = cluster.add(Role.PREFILL, "prefill-0", 1)
         decode = cluster.add(Role.DECODE, "decode-0", 1)
         cluster.wait_ready()
@@ -33,7 +38,7 @@ def test_one_rank_on_each_side_hands_over_and_leaves_no_trace() -> None:
         for again in range(2):
             requests = [msgspec.structs.replace(request, generation=again) for request in requests]
             cluster.hand_off(requests, prefill, decode)
-            cluster.wait_until(lambda: not cluster.book.open, 20, "the handoffs")
+            cluster.wait_until(lambda: not cluster.book.open, 40, "the handoffs")
         cluster.finish(20)
         assert [handoff.outcome for handoff in cluster.book.settled] == [""] * 16
         assert sum(handoff.corrupt_pages for handoff in cluster.book.settled) == 0
@@ -43,8 +48,8 @@ def test_one_rank_on_each_side_hands_over_and_leaves_no_trace() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_process_that_dies_unbidden_is_named_with_its_last_words() -> None:
-    with Cluster(ONE) as cluster:
+def test_a_process_that_dies_unbidden_is_named_with_its_last_words(forks: ForkServer) -> None:
+    with Cluster(ONE, forks) as cluster:
         prefill = cluster.add(Role.PREFILL, "prefill-0", 1)
         cluster.wait_ready()
         os.kill(prefill.children[0].pid, signal.SIGKILL)
@@ -60,8 +65,8 @@ def test_a_process_that_dies_unbidden_is_named_with_its_last_words() -> None:
             cluster.wait_until(lambda: False, 10, "nothing")
 
 
-def test_what_does_not_come_in_time_is_named() -> None:
-    with Cluster(ONE) as cluster:
+def test_what_does_not_come_in_time_is_named(forks: ForkServer) -> None:
+    with Cluster(ONE, forks) as cluster:
         prefill = cluster.add(Role.PREFILL, "prefill-0", 1)
         with pytest.raises(SimulationError, match="a group prefill-0 already"):
             cluster.add(Role.PREFILL, "prefill-0", 1)
@@ -78,9 +83,9 @@ def test_what_does_not_come_in_time_is_named() -> None:
         cluster.finish(20)
 
 
-def test_settings_that_the_coordinator_refuses_are_told() -> None:
+def test_settings_that_the_coordinator_refuses_are_told(forks: ForkServer) -> None:
     bad = ClusterOptions(layout=small_layout(1), coordinator={"handoff": {"deadline_s": -1}})
-    with Cluster(bad) as cluster, pytest.raises(SimulationError, match=r"handoff\.deadline_s"):
+    with Cluster(bad, forks) as cluster, pytest.raises(SimulationError, match=r"handoff\.deadline_s"):
         cluster.wait_until(lambda: False, 10, "nothing")
 
 
@@ -88,7 +93,8 @@ def test_nothing_outlives_a_driver_that_is_killed(short_dir: Path) -> None:
     program = (
         "import sys\n"
         "from coordinator.messages import Role\n"
-        "from coordinator.sim.cluster import Cluster, ClusterOptions, small_layout\n"
+        "from coordinator.sim.cluster import Cluster\n"
+        "from coordinator.sim.options import ClusterOptions, small_layout\n"
         "with Cluster(ClusterOptions(layout=small_layout(1), pages=64)) as cluster:\n"
         "    group = cluster.add(Role.PREFILL, 'prefill-0', 1)\n"
         "    cluster.wait_ready()\n"
