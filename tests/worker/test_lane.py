@@ -478,7 +478,11 @@ def test_a_fence_that_fails_says_so_and_can_be_tried_again(bench: Bench) -> None
 def test_a_lane_whose_fence_failed_is_not_taken_for_fenced(bench: Bench) -> None:
     """Even when it had no moves: what it sends with is still there."""
     bench.link.fence_errors = ["engine is stuck"]
-    bench.sender.obey(FencePeer(bench.receiver.peer), FencePeer(bench.receiver.peer))
+    bench.sender.obey(FencePeer(bench.receiver.peer))
+    bench.sender.reports.wait(Fenced)
+    bench.move(1, pages=1)
+    bench.sender.reports.wait(MoveFailed)
+    bench.sender.obey(FencePeer(bench.receiver.peer))
 
     first, second = bench.sender.reports.wait(Fenced, count=2)
     assert (first.error, second.error) == ("engine is stuck", "")
