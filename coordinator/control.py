@@ -75,6 +75,7 @@ class Control:
         self._broadcaster = broadcaster
         self._counters = counters
         self._sessions: dict[bytes, Rank | Worker] = {}
+        self._identities: dict[Rank | Worker, bytes] = {}
         self._heard: dict[Group, None] = {}
         self._complained_at_s = float("-inf")
         self._complaints = 0
@@ -107,10 +108,17 @@ class Control:
             case Bye():
                 self._bye(identity, message)
 
-    def forget(self, identity: bytes | None) -> None:
+    def forget(self, member: Rank | Worker) -> None:
         """Drop the session of a rank or worker that is lost."""
-        if identity is not None:
-            self._sessions.pop(identity, None)
+        identity = self._identities.pop(member, None)
+        if identity is not None and self._sessions.get(identity) is member:
+            del self._sessions[identity]
+
+    def _remember(self, identity: bytes, member: Rank | Worker) -> None:
+        """Give a member its session; it has one only, and may come back under another identity."""
+        self.forget(member)
+        self._sessions[identity] = member
+        self._identities[member] = identity
 
     # Ranks
 
@@ -127,7 +135,7 @@ class Control:
         if isinstance(rank, Refused):
             self._answer(identity, rank)
             return
-        self._sessions[identity] = rank
+        self._remember(identity, rank)
         group = rank.group
         outcomes = self.outcomes.get(hello.transport) or next(iter(self.outcomes.values()))
         welcome = Welcome(
@@ -209,7 +217,7 @@ class Control:
         for crew in self._transfers.crews.values():
             worker = crew.worker
             if worker.token and worker.token == hello.token:
-                self._sessions[identity] = worker
+                self._remember(identity, worker)
                 worker.up(identity, lands_after_settled=hello.lands_after_settled)
                 self._transfers.worker_up(worker)
                 return

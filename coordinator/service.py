@@ -182,7 +182,7 @@ class Service:
 
     def lost(self, rank: Rank, reason: Reason, message: str) -> None:
         """Fail the handoffs of a rank's group."""
-        self.control.forget(rank.identity)
+        self.control.forget(rank)
         self.rooms.fail_all(rank.group.handoffs, reason, message, rank.name)
         if rank.group.heard():
             self.broadcaster.publish(rank.group)
@@ -197,7 +197,7 @@ class Service:
     def worker_down(self, worker: Worker, cause: str) -> None:
         """Fail the moves of a worker that died."""
         self.counters.worker_deaths += 1
-        self.control.forget(worker.identity)
+        self.control.forget(worker)
         self.transfers.worker_down(worker, cause)
 
     # Helpers
