@@ -18,9 +18,6 @@ Theory of operation
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,16 +25,17 @@ import msgspec
 from coordinator.client.inbox import NO_EPOCH, Head, Inbox
 from coordinator.client.outbox import Outbox
 from coordinator.client.recollection import Recollection
-from coordinator.errors import CoordinatorError, QueueFullError, RefusedError
+from coordinator.client.standing import RankState, Standing
+from coordinator.errors import QueueFullError, RefusedError
 from coordinator.messages import MAX_ITEMS, Hello, Refused, Resend, Submit, Welcome, WhoAreYou
 
 if TYPE_CHECKING:
     from coordinator.client.settings import ClientSettings
+    from coordinator.errors import CoordinatorError
     from coordinator.messages import Broadcast, Event, Item, ToRank
 
 #: A batch of items ends beyond this many bytes, so that no frame holds up the next for long.
 BATCH_BYTES: Final = 1 << 18
-MAX_REFUSALS: Final = 1024
 #: Two ``Hello`` are at least this far apart.
 _HELLO_INTERVAL_S: Final = 0.05
 #: Two rewinds that the coordinator asks for are at least this far apart.
@@ -47,59 +45,33 @@ _HELLOS_PER_CONNECTION: Final = 5
 _MIN_HEARTBEAT_S: Final = 0.05
 _NEVER: Final = float("inf")
 
-logger = logging.getLogger(__name__)
-
-
-class RankState(StrEnum):
-    """Where a client stands with its coordinator."""
-
-    #: No coordinator has answered yet.
-    CONNECTING = "connecting"
-    #: The coordinator knows this rank; other ranks of the group are still missing.
-    JOINED = "joined"
-    #: All ranks of the group hear the coordinator.
-    READY = "ready"
-    #: The coordinator was there, and is not now. Calls are queued.
-    COORDINATOR_AWAY = "coordinator_away"
-    #: The coordinator does not accept this rank. Calls raise the reason.
-    REFUSED = "refused"
-    #: Closed by the engine, or the I/O thread died. Calls raise the cause.
-    CLOSED = "closed"
-
 
 class Conversation:
     """One rank's side of the protocol.
 
     Attributes:
         inbox, outbox: what was heard and what is to be said.
-        state: see ``RankState``.
+        standing: the state, and what went wrong.
         joined: items may be submitted.
-        fault: why nothing works any more, if so; every call of the engine raises it.
         news: something changed since the engine drained last: events, the head, a refusal, a fault.
         drained_through: what the engine gave to ``drain`` last; all that it reached is drained.
         outcomes: address to subscribe to; empty before the first ``Welcome``.
         connections: counted up when the sockets must be made anew.
-        refusals: what was not accepted of this rank alone, the newest ``MAX_REFUSALS``.
 
     """
 
     def __init__(self, hello: Hello, address: str, settings: ClientSettings, now_s: float) -> None:
         """Prepare to introduce the rank with ``hello`` to the coordinator at ``address``."""
-        self.name = f"{hello.group}/{hello.rank}"
+        self.standing = Standing(f"{hello.group}/{hello.rank}", address)
         self.inbox = Inbox(settings.undrained_events)
         self.outbox = Outbox()
         self._recollection = Recollection()
-        self.state = RankState.CONNECTING
-        self.fault: CoordinatorError | None = None
         self.news = False
         self.drained_through: bytes | None = None
         self.outcomes = ""
         self.connections = 0
-        self.refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
         self._hello = hello
-        self._address = address
         self._settings = settings
-        self._last_word = ""
         self.joined = False
         self._asked = False
         self._blocked = False
@@ -124,13 +96,13 @@ class Conversation:
             CoordinatorError: the fault, if there is one.
 
         """
-        self.check()
+        self.standing.check()
         outbox, settings = self.outbox, self._settings
         if len(outbox) >= settings.queue_items or outbox.size_bytes + size_bytes > settings.queue_bytes:
             message = (
-                f"{self.name}: {len(outbox)} calls with {outbox.size_bytes} bytes wait for the "
-                f"coordinator at {self._address} (bounds: {settings.queue_items} calls, "
-                f"{settings.queue_bytes} bytes); {self.explain()}"
+                f"{self.standing.name}: {len(outbox)} calls with {outbox.size_bytes} bytes wait for the "
+                f"coordinator at {self.standing.address} (bounds: {settings.queue_items} calls, "
+                f"{settings.queue_bytes} bytes); {self.standing.explain()}"
             )
             raise QueueFullError(message)
         outbox.put(item, size_bytes)
@@ -143,54 +115,31 @@ class Conversation:
             CoordinatorError: the fault, if there is one and no event is left.
 
         """
-        self.news = self.fault is not None
+        self.news = self.standing.fault is not None
         events = self.inbox.drain() if through is None else self.inbox.drain_through(through)
         self.drained_through = None if through is None else through.pack()
         if not events:
-            self.check()
+            self.standing.check()
         return events
-
-    def check(self) -> None:
-        """Raise the fault, if there is one."""
-        if self.fault is not None:
-            # A fresh one each time: one object would gather the tracebacks of all its raisers.
-            raise type(self.fault)(*self.fault.args) from self.fault.__cause__
-
-    def explain(self) -> str:
-        """Say in a sentence what this rank is waiting for."""
-        said = f"; it said: {self._last_word}" if self._last_word else ""
-        match self.state:
-            case RankState.CONNECTING:
-                return f"no coordinator at {self._address} has accepted this rank yet{said}"
-            case RankState.JOINED:
-                return f"the coordinator at {self._address} still waits for other ranks of the group{said}"
-            case RankState.READY:
-                return "all ranks of the group are there"
-            case RankState.COORDINATOR_AWAY:
-                return f"the coordinator at {self._address} is away; its return is awaited{said}"
-            case RankState.REFUSED | RankState.CLOSED:
-                return str(self.fault)
 
     def behind(self, head: Head, wait_s: float) -> str:
         """Say that this rank does not reach ``head`` although it waited."""
         return (
-            f"{self.name} was asked to drain through event {head.number} of epoch {head.epoch:#x}, but "
-            f"after {wait_s} s it has only up to event {self.inbox.have} of epoch {self.inbox.epoch:#x}; "
-            f"{self.explain()}"
+            f"{self.standing.name} was asked to drain through event {head.number} of epoch "
+            f"{head.epoch:#x}, but after {wait_s} s it has only up to event {self.inbox.have} of epoch "
+            f"{self.inbox.epoch:#x}; {self.standing.explain()}"
         )
 
     def fail(self, state: RankState, fault: CoordinatorError) -> None:
-        """End the conversation; the first fault stays."""
-        if self.fault is None:
-            self.fault = fault
-            self.state = state
-            self.news = True
+        """End the conversation."""
+        self.standing.fail(state, fault)
+        self.news = True
 
     # --- the network's side ------------------------------------------------------------------
 
     def next_message(self, now_s: float) -> Hello | Submit | None:
         """Return what is to be sent now; None when there is nothing (more)."""
-        if self._blocked or self.fault is not None:
+        if self._blocked or self.standing.fault is not None:
             return None
         if now_s >= self._hello_at_s:
             return self._introduce(now_s)
@@ -205,7 +154,7 @@ class Conversation:
         self._unanswered = 0
         self._leave(now_s)
         if self.inbox.epoch != NO_EPOCH:
-            self._become(RankState.COORDINATOR_AWAY)
+            self.standing.become(RankState.COORDINATOR_AWAY)
 
     def unblocked(self) -> None:
         """The connection takes messages again."""
@@ -222,7 +171,7 @@ class Conversation:
             self.connections += 1
             self._listening = False
             self._leave(now_s)
-            self._become(RankState.COORDINATOR_AWAY)
+            self.standing.become(RankState.COORDINATOR_AWAY)
         elif (
             self.outbox.sent > self.outbox.confirmed
             and now_s - self._confirmed_at_s > self._settings.resend_after_s
@@ -242,21 +191,23 @@ class Conversation:
 
     def hear(self, message: ToRank, now_s: float) -> None:
         """Take a message from the control connection."""
-        if self.fault is not None:
+        if self.standing.fault is not None:
             return
         self._heard_at_s = now_s
         match message:
             case Welcome():
                 self._join(message, now_s)
             case Refused():
-                self._refused(message)
+                self._unanswered = 0
+                self.standing.refused(message)
+                self.news = True
             case WhoAreYou():
                 # One of another epoch asks what this rank remembers: a Hello without that is no answer.
                 if not self._asked and self.inbox.epoch not in {NO_EPOCH, message.epoch}:
                     self._asked = True
                     self._unanswered = 0
                 self._leave(now_s)
-                self._become(RankState.CONNECTING)
+                self.standing.become(RankState.CONNECTING)
             case Resend() if self.joined:
                 self._confirm(message.received, now_s)
                 # Everything that was under way behind a gap is answered so; one rewind is enough.
@@ -265,12 +216,13 @@ class Conversation:
 
     def hear_broadcast(self, broadcast: Broadcast, now_s: float) -> None:
         """Take a broadcast to this rank's group."""
-        if self.fault is not None or self._is_over(broadcast.epoch):
+        if self.standing.fault is not None or self._is_over(broadcast.epoch):
             return
         self._heard_at_s = now_s
         if broadcast.epoch != self.inbox.epoch:
             # A new coordinator, which cannot know us.
             self._leave(now_s)
+            self.standing.become(RankState.CONNECTING)
             return
         if not self._listening:
             self._listening = self._acknowledge = True
@@ -278,7 +230,7 @@ class Conversation:
             self._confirm(broadcast.received[self._hello.rank], now_s)
         self._take(broadcast.first, broadcast.events, broadcast.stable, now_s, ready=broadcast.ready)
         if self.joined:
-            self._become(RankState.READY if broadcast.ready else RankState.JOINED)
+            self.standing.become(RankState.READY if broadcast.ready else RankState.JOINED)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -316,7 +268,6 @@ class Conversation:
             self._fall_out(welcome)
             return
         if welcome.epoch != inbox.epoch:
-            logger.info("%s joins the coordinator at %s", self.name, self._address)
             inbox.enter(welcome.epoch, welcome.first)
             outbox.rebase(welcome.received)
             self._listening = False
@@ -330,8 +281,8 @@ class Conversation:
         self._confirmed_at_s = now_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
         self.outcomes = welcome.outcomes
-        if self.state is not RankState.READY:
-            self._become(RankState.JOINED)
+        if self.standing.state is not RankState.READY:
+            self.standing.become(RankState.JOINED)
         self._take(welcome.first, welcome.events, welcome.stable, now_s)
 
     def _is_over(self, epoch: int) -> bool:
@@ -345,23 +296,11 @@ class Conversation:
     def _fall_out(self, welcome: Welcome) -> None:
         """Give up: the coordinator does not keep any more what this rank missed."""
         message = (
-            f"{self.name} has the events up to {self.inbox.have}, but the coordinator at {self._address} "
-            f"goes on with event {welcome.first}: this rank was away for too long and cannot agree with "
-            f"its group any more; restart this engine"
+            f"{self.standing.name} has the events up to {self.inbox.have}, but the coordinator at "
+            f"{self.standing.address} goes on with event {welcome.first}: this rank was away for too long "
+            f"and cannot agree with its group any more; restart this engine"
         )
         self.fail(RankState.REFUSED, RefusedError(message))
-
-    def _refused(self, refused: Refused) -> None:
-        self._unanswered = 0
-        logger.warning("%s was refused (%s): %s", self.name, refused.code, refused.message)
-        if refused.fatal:
-            message = f"the coordinator at {self._address} refuses {self.name}: {refused.message}"
-            self.fail(RankState.REFUSED, RefusedError(message))
-        elif refused.room:
-            self.refusals.append(refused)
-            self.news = True
-        else:
-            self._last_word = refused.message
 
     def _take(
         self, first: int, events: list[Event], stable: int, now_s: float, *, ready: bool = False
@@ -398,17 +337,3 @@ class Conversation:
     def _rewind(self, now_s: float) -> None:
         self.outbox.rewind()
         self._confirmed_at_s = self._rewound_at_s = now_s
-
-    def _become(self, state: RankState) -> None:
-        if state is self.state:
-            return
-        logger.log(
-            logging.WARNING if state is RankState.COORDINATOR_AWAY else logging.INFO,
-            "%s is %s (before: %s)",
-            self.name,
-            state,
-            self.state,
-        )
-        self.state = state
-        if state is RankState.READY:
-            self._last_word = ""

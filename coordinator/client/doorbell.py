@@ -12,10 +12,11 @@ class Doorbell:
     __slots__ = ("_descriptor", "_lock", "_rings")
 
     def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rings = False
         # So that a late ring never goes to a descriptor that is something else by now.
         self._lock = threading.Lock()
+        self._rings = False
+        self._descriptor = -1
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor, readable while the bell rings; -1 once it is closed."""
@@ -34,6 +35,9 @@ class Doorbell:
             if self._rings and self._descriptor >= 0:
                 self._rings = False
                 os.eventfd_read(self._descriptor)
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Give the descriptor back. Calling it twice is fine."""

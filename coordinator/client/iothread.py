@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import zmq
 
-from coordinator.client.conversation import RankState
 from coordinator.client.doorbell import Doorbell
 from coordinator.client.inbox import Head
 from coordinator.client.sockets import load_keys, open_control, open_outcomes
+from coordinator.client.standing import RankState
 from coordinator.errors import ClosedError, ConfigError, NotReadyError, ProtocolError, RefusedError
 from coordinator.messages import Bye, decode_broadcast, decode_to_rank, encode
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Messages taken from one socket before the other one and the timers get their turn.
 _BATCH: Final = 256
+#: Batches of items sent before it is looked what has arrived.
+_BATCHES: Final = 16
 _MAX_SLEEP_S: Final = 60.0
 #: How long what was sent at the end may take to leave; nobody waits for it.
 _LINGER_MS: Final = 200
@@ -90,7 +92,9 @@ class IoThread:
         self._poller = zmq.Poller()
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name=f"kv-client-{conversation.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"kv-client-{conversation.standing.name}", daemon=True
+        )
         _threads.add(self)
         self._thread.start()
 
@@ -122,9 +126,11 @@ class IoThread:
             if self._bell is not None:
                 self._bell.silence()
             if head is not None and not inbox.reaches(head):
-                self._lock.wait_for(lambda: inbox.reaches(head) or conversation.fault is not None, wait_s)
+                self._lock.wait_for(
+                    lambda: inbox.reaches(head) or conversation.standing.fault is not None, wait_s
+                )
                 if not inbox.reaches(head):
-                    conversation.check()
+                    conversation.standing.check()
                     raise NotReadyError(conversation.behind(head, wait_s))
             return conversation.drain(head) or ()
 
@@ -132,9 +138,9 @@ class IoThread:
         """Hand over the refusals, see ``Conversation``."""
         conversation = self.conversation
         with self._lock:
-            conversation.check()
-            taken = list(conversation.refusals)
-            conversation.refusals.clear()
+            conversation.standing.check()
+            taken = list(conversation.standing.refusals)
+            conversation.standing.refusals.clear()
         return taken
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -153,9 +159,11 @@ class IoThread:
     def close(self) -> None:
         """Send what can be sent, say goodbye and end the thread, within ``_CLOSE_S``."""
         self._stopping = True
+        if threading.current_thread() is self._thread:
+            return  # The garbage collector called us, perhaps in the middle of anything.
         self._wake.ring()
         self._thread.join(_CLOSE_S)
-        name = self.conversation.name
+        name = self.conversation.standing.name
         with self._lock:
             unconfirmed = len(self.conversation.outbox)
             self.conversation.fail(RankState.CLOSED, ClosedError(f"{name} was closed by its engine"))
@@ -171,7 +179,9 @@ class IoThread:
     def abandon(self) -> None:
         """In a forked child: the thread and its sockets have stayed with the parent."""
         self._lock = threading.Condition(threading.Lock())
-        message = f"{self.conversation.name} was connected before this process was forked: connect anew"
+        message = (
+            f"{self.conversation.standing.name} was connected before this process was forked: connect anew"
+        )
         self.conversation.fail(RankState.CLOSED, ClosedError(message))
 
     # --- the thread --------------------------------------------------------------------------
@@ -188,19 +198,19 @@ class IoThread:
 
     def _loop(self) -> None:
         conversation = self.conversation
-        while not self._stopping and conversation.fault is None:
+        while not self._stopping and conversation.standing.fault is None:
             with self._lock:
                 conversation.tick(time.monotonic())
             self._follow()
             self._send()
             self._sleep()
             self._receive()
-        if conversation.fault is None:
+        if conversation.standing.fault is None:
             self._send()
             self._transmit(encode(Bye()))
 
     def _die(self, error: Exception) -> None:
-        name = self.conversation.name
+        name = self.conversation.standing.name
         logger.error("%s: the I/O thread has died", name, exc_info=error)
         fault = ClosedError(f"the I/O thread of {name} has died of {error!r}; close it and connect anew")
         fault.__cause__ = error
@@ -238,7 +248,7 @@ class IoThread:
             self._outcomes = open_outcomes(address, self._topic, self._keys)
         except zmq.ZMQError as error:
             message = (
-                f"the coordinator at {self._address} has {self.conversation.name} subscribe to "
+                f"the coordinator at {self._address} has {self.conversation.standing.name} subscribe to "
                 f"{address!r}, which cannot be used: {error}; correct the address that it advertises"
             )
             with self._lock:
@@ -248,8 +258,8 @@ class IoThread:
         self._poller.register(self._outcomes, zmq.POLLIN)
 
     def _send(self) -> None:
-        """Send everything that is due."""
-        while True:
+        """Send what is due; not for ever, however fast the engine speaks."""
+        for _ in range(_BATCHES):
             with self._lock:
                 message = self.conversation.next_message(time.monotonic())
             if message is None:
@@ -314,7 +324,10 @@ class IoThread:
             except ProtocolError as error:
                 self.malformed += 1
                 logger.warning(
-                    "%s: dropped a frame, %d so far: %s", self.conversation.name, self.malformed, error
+                    "%s: dropped a frame, %d so far: %s",
+                    self.conversation.standing.name,
+                    self.malformed,
+                    error,
                 )
 
     def _as_broadcast(self, frames: list[bytes]) -> Broadcast:

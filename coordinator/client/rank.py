@@ -7,11 +7,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex
 
-from coordinator.client.conversation import Conversation, RankState
+from coordinator.client.conversation import Conversation
 from coordinator.client.introduction import introduction
 from coordinator.client.iothread import IoThread
 from coordinator.client.pages import pack
 from coordinator.client.settings import DEFAULTS
+from coordinator.client.standing import RankState
 from coordinator.errors import NotReadyError, PoolError, ProtocolError
 from coordinator.messages import (
     MAX_AUX_BYTES,
@@ -90,7 +91,7 @@ class Rank:
     @property
     def state(self) -> RankState:
         """Where this client stands with its coordinator."""
-        return self._conversation.state
+        return self._conversation.standing.state
 
     def refusals(self) -> list[Refused]:
         """Return what the coordinator did not accept of this rank's calls since the last time.
@@ -115,13 +116,11 @@ class Rank:
             NotReadyError: they do not in time; the text names what is missing.
 
         """
-        conversation = self._conversation
-        self._io.wait_for(
-            lambda: conversation.state is RankState.READY or conversation.fault is not None, timeout_s
-        )
-        conversation.check()
-        if conversation.state is not RankState.READY:
-            message = f"{conversation.name} is not ready after {timeout_s} s: {conversation.explain()}"
+        standing = self._conversation.standing
+        self._io.wait_for(lambda: standing.state is RankState.READY or standing.fault is not None, timeout_s)
+        standing.check()
+        if standing.state is not RankState.READY:
+            message = f"{standing.name} is not ready after {timeout_s} s: {standing.explain()}"
             raise NotReadyError(message)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -33,7 +34,7 @@ def load_keys(settings: ClientSettings) -> Keys | None:
     """Read the key files that ``settings`` names; None when it names none.
 
     Raises:
-        ConfigError: one cannot be read, or ours has no secret key in it.
+        ConfigError: one cannot be read, or ours holds no secret key or can be read by others.
 
     """
     if settings.server_key is None or settings.client_key is None:
@@ -41,10 +42,14 @@ def load_keys(settings: ClientSettings) -> Keys | None:
     try:
         server, _ = zmq.auth.load_certificate(settings.server_key)
         public, secret = zmq.auth.load_certificate(settings.client_key)
+        mode = stat.S_IMODE(settings.client_key.stat().st_mode)
     except (OSError, ValueError) as error:
         raise ConfigError([f"server_key, client_key: {error}"]) from error
     if secret is None:
         raise ConfigError([f"client_key: {settings.client_key} holds no secret key"])
+    if mode & 0o077:
+        problem = f"client_key: {settings.client_key} can be read by others (mode {mode:o}): chmod 600 it"
+        raise ConfigError([problem])
     return Keys(server, public, secret)
 
 

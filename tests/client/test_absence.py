@@ -33,7 +33,9 @@ def test_a_group_that_is_not_complete_is_named(peer: Peer, connect: Connect) -> 
     with pytest.raises(NotReadyError, match=r"prefill/0 is not ready after 0.01 s.*waits for other ranks"):
         rank.wait_ready(0.01)
     peer.say("prefill", 0, Refused("not_ready", "prefill/1 is missing"))
-    eventually(lambda: "prefill/1 is missing" in rank._conversation.explain(), 10, "the coordinator's word")
+    eventually(
+        lambda: "prefill/1 is missing" in rank._conversation.standing.explain(), 10, "the coordinator's word"
+    )
     with pytest.raises(NotReadyError, match="it said: prefill/1 is missing"):
         rank.wait_ready(0.01)
 

@@ -124,7 +124,7 @@ def test_a_gap_is_asked_for_once_until_it_is_answered() -> None:
     talk.hear_broadcast(heartbeat(first=4), 0.3)
     assert talk.next_message(0.3) is None
     talk.hear(welcome(events=[Outcome(1, 1), Outcome(2, 1), Outcome(3, 1)]), 0.4)
-    assert talk.state is RankState.READY, "only events were missing"
+    assert talk.standing.state is RankState.READY, "only events were missing"
     assert talk.inbox.have == 3
 
 
@@ -164,13 +164,13 @@ def test_silence_means_that_the_coordinator_is_away() -> None:
     assert talk.connections == 0
     talk.tick(3.1)
     assert not talk.joined
-    assert str(talk.state) == "coordinator_away"
+    assert str(talk.standing.state) == "coordinator_away"
     assert talk.connections == 1, "perhaps only our connection is dead"
     say(talk, 1)
     assert isinstance(talk.next_message(3.1), Hello)
     assert talk.next_message(3.2) is None, "what is said waits"
     talk.hear(welcome(), 4.0)
-    assert talk.state is RankState.JOINED
+    assert talk.standing.state is RankState.JOINED
     assert submitted(talk, 4.0) == (1, [1])
 
 
@@ -179,7 +179,7 @@ def test_a_connection_that_takes_nothing_is_left_alone_until_it_does() -> None:
     say(talk, 1)
     assert submitted(talk, 0.0) == (1, [1])
     talk.blocked(0.5)
-    assert talk.state is RankState.COORDINATOR_AWAY
+    assert talk.standing.state is RankState.COORDINATOR_AWAY
     assert talk.next_message(10.0) is None
     assert talk.due_s() == float("inf")
     talk.unblocked()
@@ -198,6 +198,7 @@ def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
     assert submitted(talk, 0.0) == (1, [1, 2, 3])
     talk.hear_broadcast(heartbeat(first=2, received=1), 0.1)
     talk.hear_broadcast(heartbeat(epoch=6), 0.2)
+    assert talk.standing.state is RankState.CONNECTING
     hello = talk.next_message(0.2)
     assert isinstance(hello, Hello)
     assert (hello.epoch, hello.acknowledged, hello.confirmed, hello.memory) == (5, 1, 1, None)
@@ -220,7 +221,7 @@ def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
 def test_events_that_are_not_kept_any_more_end_it() -> None:
     talk = joined()
     talk.hear(welcome(first=4), 0.1)
-    assert talk.state is RankState.REFUSED
+    assert talk.standing.state is RankState.REFUSED
     assert talk.news
     with pytest.raises(RefusedError, match="goes on with event 4"):
         say(talk, 1)
@@ -235,8 +236,8 @@ def test_the_first_fault_stays() -> None:
     talk.hear(Refused("other", "something else", fatal=True), 0.1)
     talk.hear(welcome(epoch=9), 0.1)
     with pytest.raises(RefusedError, match="rank 0 is taken"):
-        talk.check()
-    assert talk.explain() == "the coordinator at nowhere refuses g/0: rank 0 is taken"
+        talk.standing.check()
+    assert talk.standing.explain() == "the coordinator at nowhere refuses g/0: rank 0 is taken"
 
 
 def test_a_full_queue_says_why() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import threading
@@ -12,15 +13,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import pytest
 
-from coordinator.client import ClientSettings, KVPool, PrefillRank, RankState
+from coordinator.client import ClientSettings, KVPool, PrefillRank, RankState, iothread
 from coordinator.client.inbox import Head
-from coordinator.errors import (
-    ClosedError,
-)
-from coordinator.messages import (
-    Open,
-    Send,
-)
+from coordinator.errors import ClosedError
+from coordinator.messages import Open, Send, encode
 from tests.client.peer import LAYOUT, Peer, drain_until, outcomes
 from tests.support.waiting import eventually
 
@@ -145,6 +141,29 @@ def test_a_rank_that_nobody_refers_to_says_goodbye(peer: Peer) -> None:
         rank.wait_ready(10)
         del rank
         eventually(lambda: peer.byes == 1, 10, "the goodbye")
+
+
+def test_a_client_that_is_part_of_a_cycle_says_goodbye(peer: Peer) -> None:
+    """The garbage collector may find it in any thread, its own included."""
+    with KVPool.allocate(LAYOUT, 4) as pool:
+        rank = PrefillRank.connect(peer.control, group="g", rank=0, world_size=1, pool=pool)
+        rank.wait_ready(10)
+        thread = rank._io._thread
+        rank.__dict__["cycle"] = rank
+        collected: list[int] = []
+
+        def collect(message: object) -> bytes:
+            if threading.current_thread() is thread and not any(collected):
+                collected.append(gc.collect())
+            return encode(message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(iothread, "encode", collect)
+            del rank
+            eventually(lambda: peer.byes == 1, 10, "the goodbye")
+        thread.join(10)
+        assert any(collected)
+        assert not thread.is_alive()
 
 
 def test_a_forked_child_is_told_to_connect_anew(peer: Peer, connect: Connect) -> None:

@@ -114,7 +114,9 @@ class World:
             self.check()
             if all(self._settled(line) for line in self.lines):
                 return
-        problem = [(line.conversation.explain(), line.conversation.inbox.have) for line in self.lines]
+        problem = [
+            (line.conversation.standing.explain(), line.conversation.inbox.have) for line in self.lines
+        ]
         raise AssertionError(problem)
 
     # --- what can happen ---------------------------------------------------------------------
