@@ -1,9 +1,9 @@
 """From the last leg's end in a worker until all ranks hold the outcome, and until it is stable.
 
-The ranks are simple engines that sleep until their client has news. An outcome is *held* when the
-engine's own thread has drained it; it is *covered* when ``drain(through=head)`` returns it. The
-handoffs take turns: in every second one all ranks note the first, in the others rank 0 of both
-groups notes the second.
+The ranks are engines that begin one handoff in each of their steps and sleep between them, as engines
+do that compute: nobody waits for an outcome. A rank *holds* an outcome from the moment on in which
+``drain()`` would return it. Rank 0's head *covers* it from the moment on in which ``drain(through=head)``
+would. Both moments are noted in the client's own thread (``Ear``); that of the worker in its backend.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import zmq
 
 from coordinator.client import Outcome, PrefillRank
+from coordinator.client.inbox import Head
 from coordinator.messages import Role
 from scripts.benches import at_most
 from scripts.benches.support import stamped_loopback
-from scripts.benches.support.deployment import Deployment
+from scripts.benches.support.deployment import Deployment, sleep_until
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from numpy.typing import NDArray
+
     from coordinator.client import DecodeRank
+    from coordinator.messages import Broadcast
     from scripts.benches import Arguments, Target
 
 TARGETS: Final[dict[str, Target]] = {
@@ -34,20 +37,27 @@ TARGETS: Final[dict[str, Target]] = {
     "stable_p50_ms": at_most(0.9),
 }
 
-#: Prefill ranks, and as many decode ranks.
+#: Prefill ranks, and as many decode ranks: 8 processes in all.
 WORLD_SIZE: Final = 4
 #: Handoffs at the start that do not count.
 _WARM: Final = 50
-#: Quiet time before each handoff: one is alone.
-_GAP_S: Final = 0.005
-_PATIENCE_S: Final = 120.0
+#: An engine's step: long enough for one handoff to be alone.
+_STEP_S: Final = 0.01
+_END_S: Final = 30.0
 
 
 class Plan(NamedTuple):
-    """Which rank of which group one is, and how many handoffs there are."""
+    """How many handoffs there are; room n is begun at ``begin_s + n * _STEP_S``, on the monotonic clock."""
 
-    rank: int
     handoffs: int
+    begin_s: float
+
+
+class Moments(NamedTuple):
+    """When a rank held each room's outcome, and when its head covered it; seconds, for room 1, 2 ..."""
+
+    held_s: list[float]
+    covered_s: list[float]
 
 
 def run(arguments: Arguments) -> dict[str, float]:
@@ -57,80 +67,95 @@ def run(arguments: Arguments) -> dict[str, float]:
         SimulationError: a process failed.
 
     """
-    return measure(WORLD_SIZE, 300 if arguments.quick else 2000)
+    return measure(WORLD_SIZE, 200 if arguments.quick else 2000)
 
 
 def measure(world_size: int, handoffs: int) -> dict[str, float]:
     """Measure with ``world_size`` ranks on each side."""
     with tempfile.TemporaryDirectory(prefix="kvc-stamps-") as directory:
         stamped_loopback.install(Path(directory))
-        seen_s = _hand_over(world_size, handoffs, Path(directory))
-        done_s = stamped_loopback.done_s(Path(directory))
-    # Page 0 is for no room; a rank that did not note a handoff has NaN there.
-    late_ms = 1e3 * (seen_s - done_s)[:, 1 + _WARM :]
-    numbers = np.arange(1 + _WARM, handoffs + 1)
-    held_ms = np.max(late_ms[:, numbers % 2 == 1], axis=0)
-    covered_ms = np.nanmax(late_ms[:, numbers % 2 == 0], axis=0)
+        ranks = _hand_over(world_size, handoffs, Path(directory))
+        # Page 0 is no room's.
+        done_s = stamped_loopback.done_s(Path(directory))[1:]
+    held_ms = _after(done_s, [rank.held_s for rank in ranks])
+    # Rank 0 of the prefill group, and rank 0 of the decode group.
+    covered_ms = _after(done_s, [ranks[0].covered_s, ranks[world_size].covered_s])
     return {
-        "ranks": len(seen_s),
+        "ranks": len(ranks),
         "p50_ms": float(np.percentile(held_ms, 50)),
         "p99_ms": float(np.percentile(held_ms, 99)),
         "stable_p50_ms": float(np.percentile(covered_ms, 50)),
     }
 
 
-def _hand_over(
-    world_size: int, handoffs: int, directory: Path
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Hand over room 1, 2 ... one by one; when each rank saw each room, shape (ranks, rooms + 1)."""
+def _after(done_s: NDArray[np.float64], moments_s: list[list[float]]) -> NDArray[np.float64]:
+    """From the worker's end to the last of the moments; milliseconds, for each handoff that counts."""
+    last_s = np.array(moments_s).max(axis=0)
+    return np.asarray(1e3 * (last_s - done_s)[_WARM:], np.float64)
+
+
+def _hand_over(world_size: int, handoffs: int, directory: Path) -> list[Moments]:
+    """Hand over all rooms; the moments of the prefill ranks, then of the decode ranks."""
     pages = handoffs + 1
-    tables = {
-        f"backend.options.{stamped_loopback.NAME}": {
-            stamped_loopback.DIRECTORY: str(directory),
-            stamped_loopback.PAGES: pages,
-        }
-    }
     backend = stamped_loopback.NAME
+    options = {stamped_loopback.DIRECTORY: str(directory), stamped_loopback.PAGES: pages}
+    tables = {f"backend.options.{backend}": options}
     with Deployment(__name__, tables, backend=backend, import_from=directory) as deployment:
         ranks = [
             *deployment.start(Role.PREFILL, "prefill", world_size, pages=pages),
             *deployment.start(Role.DECODE, "decode", world_size, pages=pages),
         ]
         deployment.wait_ready()
-        for number, rank in enumerate(ranks):
-            rank.tell(Plan(number % world_size, handoffs))
-        return np.array([rank.hear(_PATIENCE_S) for rank in ranks])
+        plan = Plan(handoffs, time.monotonic() + 1.0)
+        for rank in ranks:
+            rank.tell(plan)
+        return [Moments(*rank.hear(handoffs * _STEP_S + _END_S)) for rank in ranks]
+
+
+class Ear:
+    """Notes, for each event by number, when a rank's client held it and when its head covered it."""
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        """Listen in on the client, which must not have heard of any event yet."""
+        self._conversation = rank._conversation  # noqa: SLF001 - there is no public way to be told of this moment
+        self._inbox = self._conversation.inbox
+        self._hear_broadcast = self._conversation.hear_broadcast
+        self.held_s: list[float] = []
+        self.covered_s: list[float] = []
+        setattr(self._conversation, "hear_broadcast", self._hear)  # noqa: B010 - a method is replaced on purpose
+
+    def _hear(self, broadcast: Broadcast, now_s: float) -> None:
+        self._hear_broadcast(broadcast, now_s)
+        moment_s = time.monotonic()
+        self.held_s += [moment_s] * (self._inbox.have - len(self.held_s))
+        self.covered_s += [moment_s] * (Head.unpack(self._inbox.token).number - len(self.covered_s))
 
 
 def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
-    """Hand over the rooms, one after the other; tell when each one was seen."""
+    """Begin a handoff in each step; tell when the outcomes came."""
     plan: Plan = driver.recv()
-    poller = zmq.Poller()
-    poller.register(rank.fileno(), zmq.POLLIN)
-    seen_s = [np.nan]
-    for room in range(1, plan.handoffs + 1):
-        time.sleep(_GAP_S)
-        # Room n has page n: so the worker's note of a page is about a room.
-        if isinstance(rank, PrefillRank):
-            rank.send(room, [room], last=True)
-        else:
-            rank.offer(room, [room])
-        covered = room % 2 == 0
-        noted = not covered or plan.rank == 0
-        moment_s = _await(rank, poller, room, covered=covered and noted)
-        seen_s.append(moment_s if noted else np.nan)
-    driver.send(seen_s)
+    ear = Ear(rank)
+    numbers: dict[int, int] = {}
+    drained = 0
+    for step in range(1, plan.handoffs + round(_END_S / _STEP_S)):
+        sleep_until(plan.begin_s + step * _STEP_S)
+        if step <= plan.handoffs:
+            # Room n has page n: so the worker's note of a page is about a room.
+            say(rank, step)
+        for event in rank.drain():
+            drained += 1
+            if isinstance(event, Outcome):
+                numbers[event.room] = drained
+        if len(numbers) == plan.handoffs and len(ear.covered_s) == drained:
+            break
+    rooms = [numbers[room] - 1 for room in range(1, plan.handoffs + 1)]
+    driver.send(Moments([ear.held_s[room] for room in rooms], [ear.covered_s[room] for room in rooms]))
     driver.recv()
 
 
-def _await(rank: PrefillRank | DecodeRank, poller: zmq.Poller, room: int, *, covered: bool) -> float:
-    """Sleep until the outcome is there; return when it was."""
-    while True:
-        poller.poll(1000)
-        for event in rank.drain(through=rank.head) if covered else rank.drain():
-            if isinstance(event, Outcome) and event.room == room:
-                moment_s = time.monotonic()
-                if event.failure is not None:
-                    message = f"room {room} has failed: {event.failure}"
-                    raise RuntimeError(message)
-                return moment_s
+def say(rank: PrefillRank | DecodeRank, room: int) -> None:
+    """Send or offer the room's one page."""
+    if isinstance(rank, PrefillRank):
+        rank.send(room, [room], last=True)
+    else:
+        rank.offer(room, [room])
