@@ -324,9 +324,12 @@ class Lane:
         transfer, job = post.transfer, post.job
         status = transfer.poll()
         settled = transfer.settled
+        if settled or status is Status.FAILED:
+            # A failure may take long to settle; its share of the budget is free for others.
+            self._in_flight_bytes -= post.size_bytes
+            post.size_bytes = 0
         if settled:
             self._stirred_s = time.monotonic()
-            self._in_flight_bytes -= post.size_bytes
             job.moving -= 1
         if job.failed:
             if not job.moving:
@@ -378,12 +381,12 @@ class Lane:
 
 
 class _Post:
-    """One transfer of a job, until it is settled."""
+    """One transfer of a job, until it is settled; ``size_bytes`` is its share of the budget."""
 
     __slots__ = ("job", "size_bytes", "transfer")
 
     def __init__(self, job: Job, transfer: Transfer, size_bytes: int) -> None:
-        """Remember whose transfer it is and what it moves."""
+        """Remember whose transfer it is."""
         self.job = job
         self.transfer = transfer
         self.size_bytes = size_bytes

@@ -214,6 +214,25 @@ def test_a_failure_that_has_settled_says_so_at_once(bench: Bench) -> None:
     assert bench.sender.reports.of(1) == [failed]
 
 
+def test_a_failure_that_does_not_settle_leaves_the_budget_to_others(
+    make_sender: MakeSender, backend: HandBackend, receiver: Receiver
+) -> None:
+    """Case C11: nixl settles a failed transfer only when its link is fenced."""
+    one_at_a_time = Budget(post_blocks=2, in_flight_bytes=1)
+    bench = Bench(make_sender(backend=backend, budget=one_at_a_time), backend, receiver)
+    bench.move(1, pages=1)
+    bench.move(2, pages=2)
+    bench.link.wait_for_writes(1)[0].end(TransferError("broken"), settled=False)
+
+    bench.link.wait_for_writes(2)[1].end()
+    bench.link.wait_for_writes(3)[2].end()
+    (done,) = bench.sender.reports.wait(MoveDone)
+    assert done.move == 2
+    (failed,) = bench.sender.reports.of(1)
+    assert isinstance(failed, MoveFailed)
+    assert not failed.settled
+
+
 def test_a_refused_post_fails_its_move_alone(bench: Bench) -> None:
     """Case C11: one failed send to a healthy peer."""
     bench.link.write_error = TransferError("no")
