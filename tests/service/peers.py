@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import zmq
 
 from coordinator.channel import Channel
-from coordinator.layout import Layout
+from coordinator.layout import DTYPE_BYTES, Layout
 from coordinator.messages import (
     VERSION,
     Broadcast,
@@ -84,7 +84,8 @@ def hello(stage: Stage, role: Role, group: str, rank: int, world_size: int, **ch
     """What a rank says of itself, some of it changed."""
     layout = changes.get("layout", LAYOUT)
     assert isinstance(layout, Layout)
-    size_bytes = layout.pool_bytes(PAGES, world_size) if layout.kv_heads % world_size == 0 else 0
+    possible = layout.dtype in DTYPE_BYTES and layout.kv_heads % world_size == 0
+    size_bytes = layout.pool_bytes(PAGES, world_size) if possible else 0
     fields: dict[str, object] = {
         "version": VERSION,
         "role": role,
@@ -159,8 +160,8 @@ class RankPeer(Peer):
     def __init__(
         self, stage: Stage, role: Role, group: str, rank: int, world_size: int, **changes: object
     ) -> None:
-        super().__init__(stage)
         self.hello = hello(stage, role, group, rank, world_size, **changes)
+        super().__init__(stage)
         self.events: list[Event] = []
         self.heard_at_s: list[float] = []
         self.refusals: list[Refused] = []

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.messages import Outcome, Process, Released, Role
-from tests.service.peers import RankPeer
-from tests.service.stage import Stage, config, now_s, turns
+from coordinator.layout import DTYPE_BYTES, Layout
+from coordinator.messages import Outcome, Pool, Process, Released, Role
+from coordinator.worker.settings import POOL_PREFIX, new_pool_path
+from tests.service.peers import LAYOUT, PAGES, RankPeer
+from tests.service.stage import Stage, VirtualStage, config, now_s, turns, virtual_time
+from tests.support.logs import capture
 from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.support.processes import Programs
 
 HERE = (Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat().st_ino)
@@ -138,3 +144,359 @@ async def test_whose_place_is_taken_fails_with_the_reason_of_its_side(role: Role
             new.again()
         assert await other.failure(7) == reason
         assert stage.member(new).alive
+
+
+# --- who may join ----------------------------------------------------------------------------
+
+REFUSALS = {
+    "rank": ({"rank": 2}, "rank 2 does not exist in a group of world size 2"),
+    "world size": ({"world_size": 4}, "group d is registered otherwise: world_size 2 != 4"),
+    "role": ({"role": Role.PREFILL}, "group d is registered otherwise: role decode != prefill"),
+    "backend": ({"backend": "nixl"}, "backend: this coordinator uses 'loopback', the rank has 'nixl'"),
+    "endpoint": (
+        {"endpoint": b""},
+        "endpoint: a decode rank must say where its memory can be reached",
+    ),
+    "heads": (
+        {"layout": Layout(2, 16, 7, 8, "float16")},
+        "layout: kv_heads is 7, must divide by world_size 2",
+    ),
+    "dtype": (
+        {"layout": Layout(2, 16, 8, 8, "float17")},
+        f"layout: dtype is 'float17', must be one of {', '.join(DTYPE_BYTES)}",
+    ),
+    "pool": (
+        {"pool": Pool("", 4096, PAGES)},
+        f"pool: 64 pages of this layout are {LAYOUT.pool_bytes(PAGES, 2)} bytes, not 4096",
+    ),
+    "layout": (
+        {"layout": Layout(3, 16, 8, 8, "float16")},
+        f"group d is registered otherwise: layout {LAYOUT} != {Layout(3, 16, 8, 8, 'float16')}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+async def test_a_rank_that_does_not_fit_is_refused_with_both_values(
+    changes: dict[str, object], message: str
+) -> None:
+    """Case C47; and nobody else is harmed."""
+    async with Stage() as stage:
+        (first,) = [RankPeer(stage, Role.DECODE, "d", 0, 2)]
+        await first.join()
+        fields: dict[str, object] = {"role": Role.DECODE, "rank": 1, "world_size": 2} | changes
+        role, number, world_size = (fields.pop(name) for name in ("role", "rank", "world_size"))
+        second = RankPeer(stage, role, "d", number, world_size, **fields)  # type: ignore[arg-type]
+        with capture() as log:
+            await second.join()
+        (refused,) = second.refusals
+        assert (refused.code, refused.message, refused.fatal) == ("hello", message, True)
+        assert [(line["event"], line["error"]) for line in log] == [("rank.refused", message)]
+        assert stage.service.counters.refused == {"hello": 1}
+        third = RankPeer(stage, Role.DECODE, "d", 1, 2)
+        await third.join()
+        await eventually_async(lambda: stage.service.membership.groups["d"].ready)
+        assert first.listening
+
+
+async def test_a_group_that_fits_no_other_side_is_refused_naming_field_and_values() -> None:
+    """Case C47."""
+    async with Stage() as stage:
+        await stage.group(Role.PREFILL, "p", 1)
+        other = RankPeer(stage, Role.DECODE, "d", 0, 1, layout=Layout(2, 32, 8, 8, "bfloat16"))
+        await other.join()
+        assert other.refusals[0].message == (
+            "does not fit p: page_tokens: prefill has 16, decode has 32; "
+            "dtype: prefill has 'float16', decode has 'bfloat16'"
+        )
+        unequal = RankPeer(stage, Role.DECODE, "d", 0, 2)
+        await unequal.join()
+        assert "world_size: prefill has 1, decode has 2" in unequal.refusals[0].message
+        # With another prefill group that it fits, it is welcome.
+        await stage.group(Role.PREFILL, "p2", 2)
+        again = RankPeer(stage, Role.DECODE, "d", 0, 2)
+        await again.join()
+        assert again.welcomed
+
+
+async def test_past_the_limit_of_groups_one_may_try_again() -> None:
+    async with Stage(config(limits={"max_groups": 1})) as stage:
+        await stage.group(Role.PREFILL, "p", 1)
+        rank = RankPeer(stage, Role.DECODE, "d", 0, 1)
+        await rank.join()
+        (refused,) = rank.refusals
+        assert (refused.code, refused.fatal) == ("full", False)
+        assert refused.message == "limits.max_groups = 1 groups are registered"
+
+
+@contextmanager
+def pool_file(kind: str) -> Iterator[str]:
+    """Something that is named as a pool, and is none."""
+    path = Path(new_pool_path())
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "link":
+            path.symlink_to("/etc/passwd")
+        case _:
+            path.write_bytes(b"x")
+    try:
+        yield str(path)
+    finally:
+        path.rmdir() if kind == "directory" else path.unlink()
+
+
+async def test_a_pool_that_cannot_be_mapped_is_refused(short_dir: Path) -> None:
+    size_bytes = LAYOUT.pool_bytes(PAGES, 1)
+    async with Stage() as stage:
+        # As where the coordinator spawns the workers.
+        spawning = stage.config.backend.model_copy(update={"hosting": "coordinator"})
+        stage.service.membership._config = stage.config.model_copy(update={"backend": spawning})
+        foreign, missing = "is no pool file of ours in /dev/shm", "cannot be seen from here (No such file"
+        for path, message in {
+            "": foreign,
+            "/etc/passwd": foreign,
+            f"{short_dir}/kv-coordinator-{32 * '0'}": foreign,
+            f"{POOL_PREFIX}../../etc/passwd": foreign,
+            f"{new_pool_path()}\n": foreign,
+            new_pool_path(): missing,
+        }.items():
+            rank = RankPeer(stage, Role.PREFILL, "p", 0, 1, pool=Pool(path, size_bytes, PAGES))
+            await rank.join()
+            assert message in rank.refusals[0].message
+            assert rank.refusals[0].fatal
+        for kind, message in {
+            "directory": "is not a regular file of the coordinator's user",
+            "link": "is not a regular file of the coordinator's user",
+            "short": f"has 1 bytes, not {size_bytes}",
+        }.items():
+            with pool_file(kind) as path:
+                rank = RankPeer(stage, Role.PREFILL, "p", 0, 1, pool=Pool(path, size_bytes, PAGES))
+                await rank.join()
+                assert message in rank.refusals[0].message
+    assert not stage.service.transfers.crews
+
+
+# --- a second one in the same place ----------------------------------------------------------
+
+
+@virtual_time
+async def test_a_second_rank_with_the_same_number_is_refused_while_the_first_lives() -> None:
+    async with VirtualStage() as stage:
+        prefill, decode, _ = await stage.pair(2)
+        second = RankPeer(stage, Role.DECODE, "d", 1, 2)
+        await second.join()
+        (refused,) = second.refusals
+        assert (refused.code, refused.fatal) == ("contested", False)
+        while not refused.fatal:
+            await asyncio.sleep(0.5)
+            second.again()
+            await turns()
+            refused = second.refusals[-1]
+        assert now_s() < 5
+        assert refused.code == "taken"
+        assert refused.message.startswith("rank 1 of d is taken by pid 1, which is alive;")
+        assert stage.service.counters.ranks_lost == 0
+        for rank in decode:
+            rank.offer(7, 1)
+        for rank in prefill:
+            rank.send_pages(7, 1)
+        assert (await decode[1].outcome(7)).succeeded
+
+
+@virtual_time
+async def test_a_silent_rank_loses_its_place_to_a_new_process() -> None:
+    """Case C07: its handoffs fail with peer_restarted, the new one's succeed."""
+    async with VirtualStage() as stage:
+        prefill, decode, workers = await stage.pair(2, auto=False)
+        for rank in decode:
+            rank.offer(7, 1)
+        for rank in prefill:
+            rank.send_pages(7, 1)
+        moves = [await worker.move() for worker in workers]
+        decode[1].stop()
+        second = RankPeer(stage, Role.DECODE, "d", 1, 2)
+        await second.join()
+        asked_s = now_s()
+        while not second.welcomed:
+            await asyncio.sleep(0.5)
+            second.again()
+            await turns()
+        assert now_s() - asked_s == pytest.approx(3, abs=1)
+        for rank in [*prefill, decode[0], second]:
+            assert await rank.failure(7) == "peer_restarted"
+        # Prefill's pages are quiet when its workers say so; nothing lands in the old process any more.
+        for worker, move in zip(workers, moves, strict=True):
+            worker.failed(move, "disconnected")
+            worker.auto = True
+            worker.connect_all()
+        for rank in [*prefill, decode[0], second]:
+            await rank.release(7)
+            rank.drain()
+        # The old one was stopped, not dead: it is told, and changes nothing.
+        decode[1].resume()
+        await eventually_async(lambda: decode[1].refusals)
+        for rank in (decode[0], second):
+            rank.offer(8, 1)
+        for rank in prefill:
+            rank.send_pages(8, 1)
+        for rank in [*prefill, decode[0], second]:
+            assert (await rank.outcome(8)).succeeded
+            rank.drain()
+        await stage.empty()
+
+
+@virtual_time
+async def test_a_new_engine_of_another_shape_may_take_the_name_of_one_that_is_lost() -> None:
+    async with VirtualStage() as stage:
+        old = await stage.group(Role.DECODE, "d", 2)
+        for rank in old:
+            rank.stop()
+        newcomer = RankPeer(stage, Role.DECODE, "d", 0, 1)
+        await newcomer.join()
+        assert newcomer.refusals[0].message == "group d is registered otherwise: world_size 2 != 1"
+        await asyncio.sleep(16)
+        newcomer.again()
+        await eventually_async(lambda: newcomer.welcomed)
+        old[0].resume()
+        await turns()
+        assert old[0].refusals[0].message == "group d is registered otherwise: world_size 1 != 2"
+        newcomer.cancel(7)
+        assert await newcomer.failure(7) == "cancelled_by_decode"
+
+
+# --- silence and goodbye ---------------------------------------------------------------------
+
+
+@virtual_time
+@pytest.mark.parametrize(("role", "reason"), [(Role.PREFILL, "rank_lost"), (Role.DECODE, "peer_lost")])
+async def test_a_rank_that_is_silent_for_too_long_is_lost(role: Role, reason: str) -> None:
+    async with VirtualStage(config(rank={"lost_after_s": 15.0})) as stage:
+        prefill, decode, _ = await stage.pair(2)
+        for rank in decode:
+            rank.offer(7, 1)
+        prefill[0].open_room(7)
+        prefill[1].open_room(7)
+        await asyncio.sleep(100)
+        assert 7 in stage.service.rooms.active
+        silent = (prefill if role is Role.PREFILL else decode)[1]
+        silent.stop()
+        last_s = stage.member(silent).seen_at_s
+        others = [rank for rank in prefill + decode if rank is not silent]
+        for rank in others:
+            outcome = await rank.outcome(7)
+            assert outcome.failure is not None
+            assert (outcome.failure.reason, outcome.failure.origin) == (reason, silent.name)
+            assert outcome.failure.message == f"{silent.name} gave no sign of life for 15 s"
+            assert rank.when(Outcome, 7) == pytest.approx(last_s + 15, abs=0.01)
+            rank.drain()
+        assert not stage.service.membership.groups[silent.hello.group].ready
+        # It was only slow: it hears what it missed, and its group goes on.
+        silent.resume()
+        assert await silent.failure(7) == reason
+        await eventually_async(lambda: stage.service.membership.groups[silent.hello.group].ready)
+        silent.drain()
+        for rank in decode:
+            rank.offer(8, 1)
+        for rank in prefill:
+            rank.send_pages(8, 1)
+        for rank in prefill + decode:
+            assert (await rank.outcome(8)).succeeded
+            rank.drain()
+        assert prefill[0].events == prefill[1].events
+        assert decode[0].events == decode[1].events
+        await stage.empty()
+
+
+@virtual_time
+async def test_a_rank_that_leaves_fails_the_handoffs_of_its_group_at_once() -> None:
+    async with VirtualStage() as stage:
+        prefill, decode, _ = await stage.pair(2)
+        for rank in decode:
+            rank.offer(7, 1)
+        prefill[0].open_room(7)
+        await turns()
+        left_s = now_s()
+        decode[1].leave("scaling down")
+        for rank in [*prefill, decode[0]]:
+            outcome = await rank.outcome(7)
+            assert outcome.failure is not None
+            assert outcome.failure.reason == "peer_lost"
+            assert outcome.failure.message == "d/1 left: scaling down"
+        assert now_s() == left_s
+        assert stage.service.membership.groups["d"].missing() == ["d/1"]
+
+
+@virtual_time
+async def test_a_handoff_waits_for_a_rank_that_has_not_joined_yet() -> None:
+    """Case C41: what was told before it came is told to it; case C33: it is named."""
+    async with VirtualStage(config(handoff={"deadline_s": 60.0})) as stage:
+        decode = await stage.group(Role.DECODE, "d", 2)
+        first = RankPeer(stage, Role.PREFILL, "p", 0, 2)
+        with capture() as log:
+            await first.join()
+        assert log.of("rank.joined")[0]["missing"] == ["p/0", "p/1"]
+        assert stage.service.membership.groups["p"].missing() == ["p/1"]
+        first.cancel(6)
+        await first.outcome(6)
+        for rank in decode:
+            rank.offer(7, 1)
+        first.send_pages(7, 1)
+        await asyncio.sleep(30)
+        second = RankPeer(stage, Role.PREFILL, "p", 1, 2)
+        await second.join()
+        assert await second.failure(6) == "cancelled_by_prefill"
+        await eventually_async(lambda: stage.service.membership.groups["p"].ready)
+        await stage.workers()
+        second.send_pages(7, 1)
+        for rank in (first, second, *decode):
+            assert (await rank.outcome(7)).succeeded
+        assert first.events == second.events
+
+
+# --- who has heard what ----------------------------------------------------------------------
+
+
+@virtual_time
+async def test_stable_is_what_every_live_rank_has() -> None:
+    async with VirtualStage() as stage:
+        ranks = await stage.group(Role.DECODE, "d", 4)
+        ranks[1].acknowledges = False
+        for room in range(1, 6):
+            ranks[0].cancel(room)
+        await ranks[0].outcome(5)
+        await asyncio.sleep(2)
+        group = stage.service.membership.groups["d"]
+        assert (group.log.head, group.stable, ranks[0].stable) == (10, 0, 0)
+        assert len(group.log) == 10
+        ranks[1].acknowledges = True
+        ranks[1].send(ranks[1].hello_again())
+        await ranks[1].outcome(5)
+        await asyncio.sleep(2)
+        assert (group.stable, ranks[0].stable, len(group.log)) == (10, 10, 0)
+        assert ranks[1].events == ranks[0].events == ranks[2].events
+
+
+@virtual_time
+async def test_a_rank_that_acknowledges_nothing_is_lost_before_the_log_grows_without_bound() -> None:
+    async with VirtualStage(config(limits={"backlog_events": 100})) as stage:
+        ranks = await stage.group(Role.DECODE, "d", 2)
+        ranks[1].acknowledges = False
+        group = stage.service.membership.groups["d"]
+        for room in range(1, 60):
+            ranks[0].cancel(room)
+            await ranks[0].outcome(room)
+            ranks[0].drain()
+        assert stage.service.counters.ranks_lost == 1
+        assert len(group.log) <= 100
+        for room in range(60, 200):
+            ranks[0].cancel(room)
+            await ranks[0].outcome(room)
+            ranks[0].drain()
+        assert len(group.log) <= 100
+        # What it missed is not kept any more.
+        ranks[1].again()
+        await turns()
+        assert ranks[1].refusals[-1].code == "behind"
+        assert ranks[1].refusals[-1].fatal
+        assert len(ranks[0].outcomes()) == 199
