@@ -14,7 +14,7 @@ the worker -> hold for ever.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from coordinator.events import MoveQuiet
 from coordinator.logs import get_logger
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from coordinator.config import ReleaseBounds
     from coordinator.handoff import Handoff
     from coordinator.transfers import Flight, Route, Transfers
+
+#: A decode rank that missed this many heartbeats may have been stopped meanwhile.
+SILENT_HEARTBEATS: Final = 2
 
 _log = get_logger()
 
@@ -69,7 +72,7 @@ class Releases:
         """The source of a failed flight is quiet: see to its destination."""
         self.changed(flight.handoff)
         if started and flight.route.crew.worker.lands_after_settled:
-            self._drain(flight, asyncio.get_running_loop().time() + self.bounds.drain_s)
+            self._drain(flight, asyncio.get_running_loop().time())
         else:
             self._destination_quiet(flight)
 
@@ -78,15 +81,22 @@ class Releases:
         if error:
             route.crew.worker.kill(f"the link to {route.rank.name} cannot be fenced: {error}")
 
-    def _drain(self, flight: Flight, until_s: float) -> None:
-        """Hold the destination until its rank has given a sign of life after ``until_s``."""
+    def _drain(self, flight: Flight, since_s: float | None) -> None:
+        """Hold the destination until its rank was alive for ``drain_s`` without a break.
+
+        ``since_s`` is when that time began, None while the rank is silent: what was in the buffers
+        of a process when it was stopped is there still when it goes on.
+        """
         loop = asyncio.get_running_loop()
         rank = flight.route.rank
-        if rank.gone or rank.seen_at_s >= until_s:
+        if loop.time() - rank.seen_at_s > SILENT_HEARTBEATS * self._heartbeat_s:
+            since_s = None
+        elif since_s is None:
+            since_s = rank.seen_at_s
+        if rank.gone or (since_s is not None and rank.seen_at_s >= since_s + self.bounds.drain_s):
             self._destination_quiet(flight)
         else:
-            wait_s = max(until_s - loop.time(), self._heartbeat_s / 4)
-            loop.call_later(wait_s, self._drain, flight, until_s)
+            loop.call_later(self._heartbeat_s / 4, self._drain, flight, since_s)
 
     def _destination_quiet(self, flight: Flight) -> None:
         flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))

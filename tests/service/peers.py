@@ -450,6 +450,11 @@ class WorkerPeer(Peer):
         await eventually_async(lambda: len(self.moves()) > index, what=f"move {index}")
         return self.moves()[index]
 
+    def forget_commands(self) -> None:
+        """Begin anew with what it was told to do."""
+        self.commands.clear()
+        self.commanded_at_s.clear()
+
     def connect_all(self) -> None:
         """Report every connect that it was asked for as done."""
         for command in self.commands:

@@ -210,7 +210,7 @@ class Stage:
             await worker.commanded()
             if not auto:
                 worker.connect_all()
-                worker.commands.clear()
+                worker.forget_commands()
         await turns()
         return prefill, decode, workers
 

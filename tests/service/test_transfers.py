@@ -260,7 +260,7 @@ async def test_a_decode_rank_that_was_silent_for_a_while_is_connected_anew() -> 
         worker.report(Fenced(worker.of(FencePeer)[0].peer))
         await prefill[0].release(1)
         await asyncio.sleep(60)
-        worker.commands.clear()
+        worker.forget_commands()
         worker.auto = True
         decode[0].resume()
         await eventually_async(lambda: worker.of(ConnectPeer))
