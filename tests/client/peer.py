@@ -90,6 +90,7 @@ class Peer:
         refusal: the answer to every Hello, if set.
         hellos, submits, byes: what was heard.
         max_welcome: a Welcome brings at most so many events.
+        heartbeat_s: how often ranks are asked to give a sign of life.
 
     """
 
@@ -102,6 +103,7 @@ class Peer:
         self.refusal: Refused | None = None
         self.deaf = False
         self.max_welcome = 1 << 20
+        self.heartbeat_s = HEARTBEAT_S
         self.hellos: list[Hello] = []
         self.submits: list[Submit] = []
         self.byes = 0
@@ -244,7 +246,13 @@ class Peer:
         have = hello.acknowledged
         events = group.events[have : min(group.published, have + self.max_welcome)]
         welcome = Welcome(
-            self.epoch, self.advertised, have + 1, events, self._stable(group), member.received, HEARTBEAT_S
+            self.epoch,
+            self.advertised,
+            have + 1,
+            events,
+            self._stable(group),
+            member.received,
+            self.heartbeat_s,
         )
         self._say(identity, encode(welcome))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -122,8 +122,10 @@ class LossySubmissions(RuleBasedStateMachine):
 
 
 TestLossySubmissions = LossySubmissions.TestCase
+TestLossySubmissions.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-3, 30), max_size=30))
 def test_no_number_is_too_strange_to_be_told(numbers: list[int]) -> None:
     outbox = filled(10)

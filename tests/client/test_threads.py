@@ -58,6 +58,19 @@ def test_many_threads_say_much_and_no_frame_is_torn(peer: Peer, connect: Connect
         said[item.room] += 1
 
 
+def test_every_call_wakes_the_thread(peer: Peer, connect: Connect) -> None:
+    peer.heartbeat_s = 1000.0
+    rank = connect(peer.control, settings=ClientSettings(away_after_s=1000.0, resend_after_s=1000.0))
+    rank.wait_ready(10)
+    # From here on nothing else would wake it.
+    peer.drop = lambda _: True
+    for number in range(1, 201):
+        if number % 3:
+            eventually(lambda: rank._io._sleeping, 10, "it sleeps")
+        rank.open(number)
+        eventually(lambda number=number: len(peer.items("prefill")) == number, 5, "heard")  # type: ignore[misc]
+
+
 def test_an_engine_may_sleep_on_the_descriptor(peer: Peer, connect: Connect) -> None:
     rank = connect(peer.control)
     rank.wait_ready(10)
