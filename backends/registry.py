@@ -11,6 +11,7 @@ ENTRY_POINT_GROUP = "kv_coordinator.backends"
 
 _BUILTIN = {
     "loopback": "backends.loopback:LoopbackBackend",
+    "mooncake": "backends.mooncake:MooncakeBackend",
     "nixl": "backends.nixl:NixlBackend",
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from backends import nixl_engine
+from backends import mooncake_engine, nixl_engine
 from tests.backends.memory import SharedMemory
 from tests.backends.rigs import LARGE_BYTES, Peer, Rig, make_rig
 
@@ -34,6 +34,7 @@ def engine_environment() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(before)
     nixl_engine._environment = None
+    mooncake_engine._environment = None
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,12 @@ LARGE_BYTES = 40 << 20
 PATIENCE_S = 20.0
 
 
+HAS_MOONCAKE = find_spec("mooncake") is not None
+#: Marks of a test that needs mooncake.
+needs_mooncake = (
+    pytest.mark.mooncake,
+    pytest.mark.skipif(not HAS_MOONCAKE, reason="the mooncake wheel is not installed"),
+)
 HAS_NIXL = any(find_spec(package) for package in ("nixl_cu12", "nixl_cu13", "nixl"))
 #: Marks of a test that needs nixl.
 needs_nixl = (pytest.mark.nixl, pytest.mark.skipif(not HAS_NIXL, reason="the nixl wheel is not installed"))

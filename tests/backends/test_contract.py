@@ -28,6 +28,7 @@ from tests.backends.rigs import (
     PATIENCE_S,
     ROOT,
     held_up,
+    needs_mooncake,
     needs_nixl,
     plain_grid,
     until_done,
@@ -50,13 +51,14 @@ if TYPE_CHECKING:
     MakeSender = Callable[..., Backend]
 
 MIB = 1 << 20
+MARKS = {"mooncake": needs_mooncake, "nixl": needs_nixl}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run everything here on each backend."""
     if "rig" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", "nixl"]
-        parameters = [pytest.param(name, marks=needs_nixl if name == "nixl" else ()) for name in names]
+        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", "nixl", "mooncake"]
+        parameters = [pytest.param(name, marks=MARKS.get(name, ())) for name in names]
         metafunc.parametrize("rig", parameters, indirect=True, scope="module")
 
 

@@ -1,0 +1,272 @@
+"""The ``mooncake`` backend: Mooncake's Transfer Engine, over TCP; RDMA can be chosen, but is not tested.
+
+Engines
+    The receiving side has one native engine. The sending side has one *per link*: the first contact
+    with a peer holds an engine up, for a minute when that peer is stopped; and to destroy the engine,
+    which is the only way to stop it, must touch no other link.
+
+Settled
+    Mooncake cannot cancel. But an engine has few pieces of a link at a time, each under an id of its
+    own, and an id that has ended, either way, does not read its source any more. So a transfer that
+    failed settles when its last id has ended. A lost peer's link fences itself at once.
+
+Incarnations
+    Mooncake has no notion of them: it connects again by itself, to whatever process has the host and
+    port. What this backend guarantees: each process that receives has a random incarnation, which is
+    in its endpoint; ``connect`` fails unless that very process answers; the link looks before each
+    post and in each poll whether it is still there, and is fenced when it is not. So after a restart
+    nothing is posted over an old link. Pieces that the engine had when the peer died (at most four)
+    fail within milliseconds, with the connection that they were on. What is left is a sender that is
+    itself stopped for as long as a restart takes, with pieces that waited for a connection, while the
+    new process gets the same random port and memory at the same addresses (Mooncake refuses others).
+
+Nobody is authenticated: whoever reaches an engine's ports, which are open on all interfaces, can
+write into memory that is registered with it. Keep these ports within a network that you trust.
+
+Options (see ``Options``) become environment variables of the process, before the engine is loaded.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import mmap
+import socket
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from backends.base import Backend, BackendError, Capabilities, ConnectError, Region, fence_all
+from backends.memory import check_region
+from backends.mooncake_endpoint import Endpoint, RemoteRegion, decode
+from backends.mooncake_engine import Engine, EngineSettings, find_engine, load_engine
+from backends.mooncake_link import MAX_OUTSTANDING, PROBE_BYTES, MooncakeLink
+from backends.mooncake_presence import Presence, PresenceListener
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from backends.base import Link
+
+logger = logging.getLogger(__name__)
+
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+
+# Importing this module says whether Mooncake is installed, without loading it.
+find_engine()
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings of the mooncake backend.
+
+    Attributes:
+        host: the IPv4 address of this host under which peers reach it.
+        protocol: ``"tcp"``, or ``"rdma"``, which is not tested.
+        device: RDMA devices, for example ``"mlx5_0"``, separated by commas; empty: all.
+        peer_timeout_s: after how long a peer that takes no bytes, or whose host is silent, counts as
+            lost; rounded up to whole seconds.
+        connect_timeout_s: how long each step of ``connect`` waits for an answer.
+
+    """
+
+    host: str = "127.0.0.1"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_,.-]*$")] = ""
+    peer_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 15.0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse what the engine would take and fail with later."""
+        try:
+            ipaddress.IPv4Address(self.host)
+        except ValueError as error:
+            message = f"host: {error}"
+            raise ValueError(message) from error
+        if self.device and self.protocol == "tcp":
+            message = "device is for protocol 'rdma'"
+            raise ValueError(message)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that say the same to the engine."""
+        peer_timeout_s = str(math.ceil(self.peer_timeout_s))
+        wanted = {
+            "MC_TCP_STATUS_TIMEOUT_SEC": peer_timeout_s,
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": peer_timeout_s,
+            "MC_HANDSHAKE_CONNECT_TIMEOUT": str(math.ceil(self.connect_timeout_s)),
+        }
+        if self.protocol == "tcp":
+            # Otherwise it takes RDMA wherever there is a device, whatever it is told.
+            wanted["MC_FORCE_TCP"] = "1"
+        return wanted
+
+
+class MooncakeBackend(Backend):
+    """Mooncake's Transfer Engine, for host memory, and for CUDA memory where its package can."""
+
+    name = "mooncake"
+    capabilities = Capabilities(
+        cancellable=False,
+        max_outstanding_per_peer=MAX_OUTSTANDING,
+        min_efficient_bytes=262144,
+        lands_after_settled=True,
+    )
+
+    def __init__(self, agent: str, options: Mapping[str, object]) -> None:
+        """See ``Backend``; the keys are those of ``Options``."""
+        super().__init__(agent, options)
+        try:
+            self._settings = msgspec.convert(dict(options), Options)
+        except msgspec.ValidationError as error:
+            message = f"mooncake options: {error}"
+            raise BackendError(message) from error
+        self._module: Any = None
+        self._sends = False
+        self._regions: list[Region] = []
+        self._receiver: Engine | None = None
+        self._listener: PresenceListener | None = None
+        self._scrap_memory = mmap.mmap(-1, mmap.PAGESIZE)
+        address = np.frombuffer(self._scrap_memory, np.uint8).ctypes.data
+        self._scrap = Region(address, PROBE_BYTES)
+        self._links: list[MooncakeLink] = []
+        # ``connect`` runs in any thread.
+        self._links_lock = threading.Lock()
+
+    def start(self, *, sends: bool) -> None:
+        """See ``Backend.start``; the first one in a process loads the engine."""
+        if self._settings.protocol == "rdma":
+            if not _INFINIBAND.is_dir():
+                message = f"protocol 'rdma': this host has no RDMA device ({_INFINIBAND})"
+                raise BackendError(message)
+            logger.warning("mooncake over RDMA is not tested")
+        self._check_host()
+        self._module = load_engine(self._settings.environment())
+        self._sends = sends
+        if sends:
+            # What this host lacks is told now, not at the first peer.
+            self._new_engine().destroy()
+        else:
+            self._receiving_side()
+
+    def register(self, region: Region) -> int:
+        """See ``Backend.register``. Links that are open already do not learn of it."""
+        self._check_started()
+        kinds = ("host", "cuda") if self._module.SUPPORT_CUDA else ("host",)
+        check_region(region, self._regions, kinds)
+        if self._receiver is not None:
+            self._receiver.register(region)
+        self._regions.append(region)
+        return len(self._regions) - 1
+
+    def endpoint(self) -> bytes:
+        """See ``Backend.endpoint``."""
+        self._check_started()
+        engine, listener = self._receiving_side()
+        host, _, port = engine.name.rpartition(":")
+        regions = tuple(RemoteRegion(region.address, region.size_bytes) for region in self._regions)
+        return msgspec.msgpack.encode(
+            Endpoint(
+                self.agent,
+                self._settings.protocol,
+                host,
+                int(port),
+                listener.port,
+                listener.incarnation,
+                regions,
+                self._scrap.address,
+            )
+        )
+
+    def connect(self, peer: str, endpoint: bytes) -> Link:
+        """See ``Backend.connect``; it waits until the peer's engine has answered."""
+        self._check_started()
+        if not self._sends:
+            message = "connect needs an engine started with sends=True"
+            raise BackendError(message)
+        remote = decode(peer, endpoint)
+        if remote.protocol != self._settings.protocol:
+            message = f"{peer} uses protocol {remote.protocol!r}, we use {self._settings.protocol!r}"
+            raise ConnectError(message)
+        try:
+            link = self._connect(peer, remote)
+        except BackendError as error:
+            message = f"{peer} cannot be reached: {error}"
+            raise ConnectError(message) from error
+        with self._links_lock:
+            self._links = [*(other for other in self._links if not other.fenced), link]
+        return link
+
+    def close(self) -> None:
+        """See ``Backend.close``."""
+        with self._links_lock:
+            links, self._links = self._links, []
+        try:
+            fence_all(links)
+        finally:
+            # In this order: whoever sees that we are gone must not find an engine that writes.
+            if self._receiver is not None:
+                self._receiver.destroy()
+                self._receiver = None
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+            self._regions.clear()
+            self._module = None
+
+    def _connect(self, peer: str, remote: Endpoint) -> MooncakeLink:
+        """Make a link whose engine has met the peer's."""
+        timeout_s = self._settings.connect_timeout_s
+        with ExitStack() as undo:
+            # First, and without the engine: a peer that is stopped would hold that up for a minute.
+            presence = Presence(
+                remote.host,
+                remote.presence_port,
+                remote.incarnation,
+                timeout_s,
+                self._settings.peer_timeout_s,
+            )
+            undo.callback(presence.close)
+            engine = self._new_engine()
+            undo.callback(engine.destroy)
+            for region in (*self._regions, self._scrap):
+                engine.register(region)
+            link = MooncakeLink(peer, engine, presence, self._regions, remote)
+            link.warm_up(self._scrap.address, timeout_s)
+            undo.pop_all()
+        return link
+
+    def _check_started(self) -> None:
+        """Refuse a call before ``start`` or after ``close``."""
+        if self._module is None:
+            message = f"the mooncake backend of {self.agent} is not started"
+            raise BackendError(message)
+
+    def _check_host(self) -> None:
+        """Refuse an address that is not ours: the engine would look for itself there."""
+        host = self._settings.host
+        try:
+            with socket.create_server((host, 0)):
+                pass
+        except OSError as error:
+            message = f"mooncake options: host {host!r} is no address of this host: {error}"
+            raise BackendError(message) from error
+
+    def _new_engine(self) -> Engine:
+        settings = self._settings
+        return Engine(EngineSettings(self._module, settings.host, settings.protocol, settings.device))
+
+    def _receiving_side(self) -> tuple[Engine, PresenceListener]:
+        """The engine into whose memory others write, and what says that we are there."""
+        if self._receiver is None:
+            engine = self._new_engine()
+            for region in (*self._regions, self._scrap):
+                engine.register(region)
+            self._receiver = engine
+        if self._listener is None:
+            self._listener = PresenceListener(self._settings.host)
+        return self._receiver, self._listener

@@ -1,0 +1,69 @@
+"""What a mooncake endpoint says."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from backends.base import ConnectError
+from backends.mooncake_presence import INCARNATION_BYTES
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class RemoteRegion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A registered region, as a peer addresses it."""
+
+    address: Annotated[int, Meta(ge=1, le=2**62)]
+    size_bytes: Annotated[int, Meta(ge=1, le=2**62)]
+
+
+class Endpoint(Struct, frozen=True, array_like=True, tag="mooncake", forbid_unknown_fields=True):
+    """What ``endpoint()`` returns, as msgpack.
+
+    Attributes:
+        agent: the backend's name.
+        protocol: how its engine is reached.
+        host: an IPv4 address.
+        port: of its engine.
+        presence_port: where it says whether it is still ``incarnation``.
+        incarnation: random bytes that no other process has.
+        regions: in the order of their registration.
+        probe: address of a scrap of memory into which a new link writes, to make the connection.
+
+    """
+
+    agent: Annotated[str, Meta(max_length=255)]
+    protocol: Literal["tcp", "rdma"]
+    host: Annotated[str, Meta(max_length=15)]
+    port: Port
+    presence_port: Port
+    incarnation: Annotated[bytes, Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
+    regions: Annotated[tuple[RemoteRegion, ...], Meta(max_length=4096)]
+    probe: Annotated[int, Meta(ge=1, le=2**62)]
+
+    def __post_init__(self) -> None:
+        """Refuse a host that is no address: the engine would look any name up."""
+        ipaddress.IPv4Address(self.host)
+
+    @property
+    def engine(self) -> str:
+        """How an engine calls this one."""
+        return f"{self.host}:{self.port}"
+
+
+def decode(peer: str, endpoint: bytes) -> Endpoint:
+    """Read what a peer's ``endpoint()`` returned.
+
+    Raises:
+        ConnectError: it is damaged or of another backend.
+
+    """
+    try:
+        return msgspec.msgpack.decode(endpoint, type=Endpoint)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"the endpoint of {peer} is not one of mooncake: {error}"
+        raise ConnectError(message) from error

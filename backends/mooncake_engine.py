@@ -1,0 +1,295 @@
+"""Mooncake's native engine, tamed: found, loaded, its environment set, its hazards kept away.
+
+What it does when called wrongly, or in another way than here (all of it was tried):
+    - Any call on an engine that is not initialised crashes the process; an unknown metadata scheme
+      aborts it. So an engine is initialised where it is made, with its peer-to-peer scheme.
+    - A write of several pieces under one id lands some of them when another fails, and is told as
+      ended when its first piece is. So an id has one piece.
+    - Asking after an id once more after its end reads freed memory. ``Engine.ended`` must not be.
+    - Above some 2,000 queued pieces it refuses what it has begun. Nobody here queues: a link keeps
+      at most ``LANES`` pieces in it, as many as it has connections, so each either moves or ends
+      within one time-out.
+    - Some of its calls hold the interpreter during a remote call, some for a minute. None is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import struct
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from backends.base import BackendError, BackendUnavailableError, InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.machinery import ModuleSpec
+
+    from backends.base import Region
+
+logger = logging.getLogger(__name__)
+
+#: Connections to a peer, and the most pieces that are in an engine at a time.
+LANES: Final = 4
+_MODULE: Final = "mooncake.engine"
+#: Two variants of one package.
+_DISTRIBUTIONS: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+#: Older ones report a write as done when it has only left for the peer.
+_OLDEST: Final = (0, 3, 13)
+_LIBRARIES: Final = "libibverbs1 libnuma1 libcurl4"
+#: Variables that change what this module relies on.
+_FORBIDDEN: Final = {
+    "MC_TCP_PROTO": "a write would be called done before it is in place",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "a link could follow a peer to its next incarnation",
+    "MC_LOG_DIR": "the engine aborts the process",
+}
+#: How long the engine's thread for handshakes sleeps, and so the most that ``destroy`` takes.
+_ACCEPT_S: Final = 0.05
+_OVERLAPS: Final = -7
+
+# What was set for the engines of this process.
+_environment: dict[str, str] | None = None
+
+
+def find_engine() -> ModuleSpec:
+    """Where the native module is; nothing is loaded.
+
+    Raises:
+        ImportError: Mooncake is not installed.
+
+    """
+    package = find_spec("mooncake")
+    if package is not None and package.submodule_search_locations is not None:
+        found = PathFinder.find_spec(_MODULE, list(package.submodule_search_locations))
+        if found is not None and found.loader is not None:
+            return found
+    message = f"no Mooncake transfer engine is installed (looked for {_MODULE})"
+    raise ImportError(message)
+
+
+def load_engine(environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - the native module has no types
+    """Set the engine's environment and load its module; the second call finds it loaded.
+
+    The module is loaded by itself: the package around it loads a store of many megabytes, too.
+
+    Args:
+        environment: variables that the options ask for. They are inherited by child processes.
+
+    Raises:
+        BackendError: another engine of this process was set up differently, or the environment has
+            a variable with which no transfer would be safe.
+        BackendUnavailableError: the module cannot be loaded, or is too old.
+
+    """
+    _set_environment(environment)
+    if _MODULE in sys.modules:
+        return sys.modules[_MODULE]
+    _check_version()
+    try:
+        spec = find_engine()
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except ImportError as error:
+        message = f"Mooncake's engine cannot be loaded: {error}; on Debian it needs {_LIBRARIES}"
+        raise BackendUnavailableError(message) from error
+    sys.modules[_MODULE] = module
+    logger.info("Mooncake's engine loaded from %s", spec.origin)
+    return module
+
+
+def _check_version() -> None:
+    """Refuse an engine that is older than what this module was written for."""
+    for name in _DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _OLDEST:
+            wanted = ".".join(str(number) for number in _OLDEST)
+            message = f"{name} {version} is too old to be safe; install {wanted} or later"
+            raise BackendUnavailableError(message)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    """Set, once per process, what the options ask for and what keeps the engine well behaved."""
+    global _environment  # noqa: PLW0603 - the native engine is as global as this
+    for name, why in _FORBIDDEN.items():
+        if name in os.environ:
+            message = f"the environment variable {name} must not be set: {why}"
+            raise BackendError(message)
+    if _environment is not None:
+        if _environment != dict(wanted):
+            message = f"this process already runs Mooncake with {_environment}; {dict(wanted)} was asked for"
+            raise BackendError(message)
+        return
+    os.environ.update(wanted)
+    os.environ["MC_TCP_LANES_PER_PEER"] = str(LANES)
+    # What it logs goes to stderr; on other levels that is much.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    _environment = dict(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How an engine is made.
+
+    Attributes:
+        module: what ``load_engine`` returned.
+        host: the IPv4 address of this host under which peers reach it.
+        protocol: ``"tcp"`` or ``"rdma"``.
+        device: names of RDMA devices, separated by commas; empty: all.
+
+    """
+
+    module: Any
+    host: str
+    protocol: str
+    device: str
+
+
+class Engine:
+    """One native engine. Not thread-safe; destroying it is what makes its writes quiet.
+
+    Attributes:
+        name: how other engines call it; an address.
+
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Create it.
+
+        Raises:
+            BackendError: it cannot be set up with these settings on this host.
+
+        """
+        with _mapped("the engine cannot be set up; its own messages are on stderr"):
+            native = settings.module.TransferEngine()
+            code = native.initialize(settings.host, "P2PHANDSHAKE", settings.protocol, settings.device)
+            if code != 0:
+                # Every other call would crash now.
+                message = f"the engine cannot be set up (error {code}); its own messages are on stderr"
+                raise BackendError(message)
+            port = native.get_rpc_port()
+        self._native: Any = native
+        self.name = f"{settings.host}:{port}"
+        _shorten_accept(port)
+        # A call to itself ends the first sleep, which was begun before that; it also shows that
+        # the address is one of ours.
+        self.probe(self.name)
+
+    def register(self, region: Region) -> None:
+        """Register memory; it stays registered as long as the engine lives.
+
+        Raises:
+            InvalidTransferError: it overlaps what is registered.
+            BackendError: the engine refused it for another reason.
+
+        """
+        what = f"memory at {region.address:#x} cannot be registered"
+        with _mapped(what):
+            code = self._native.register_memory(region.address, region.size_bytes)
+        if code == _OVERLAPS:
+            message = f"{what}: it overlaps another region"
+            raise InvalidTransferError(message)
+        if code != 0:
+            message = f"{what} (error {code})"
+            raise BackendError(message)
+
+    def probe(self, name: str) -> None:
+        """Call another engine, and wait for its answer.
+
+        Raises:
+            BackendError: it does not answer. This may take a minute when its process is stopped.
+
+        """
+        with _mapped(f"the engine at {name} cannot be called"):
+            code = self._native.send_probe(name)
+        if code != 0:
+            message = f"the engine at {name} does not answer (error {code})"
+            raise BackendError(message)
+
+    def submit(self, name: str, source: int, destination: int, size_bytes: int) -> int:
+        """Start a write of one checked piece; returns an id.
+
+        The first one towards a peer waits for its handshake.
+
+        Raises:
+            BackendError: the engine refused it. Nothing was posted.
+
+        """
+        with _mapped("the engine refused the write"):
+            number = int(self._native.transfer_submit_write(name, source, destination, size_bytes))
+        # Zero is what it returns when it cannot find the peer.
+        if number <= 0:
+            message = f"the engine refused the write (error {number})"
+            raise BackendError(message)
+        return number
+
+    def ended(self, number: int) -> bool | None:
+        """Ask after an id: ``None`` while it moves; then, once and never again, whether it is done.
+
+        An id that has ended either way does not read its source any more.
+        """
+        with _mapped("the engine cannot say what became of a write"):
+            code = self._native.transfer_check_status(number)
+        return None if code == 0 else bool(code > 0)
+
+    def destroy(self) -> None:
+        """Destroy the native engine: on return it reads and writes nothing any more.
+
+        It takes up to ``_ACCEPT_S``, in which no other thread of the interpreter runs.
+
+        Raises:
+            BackendError: something still holds it.
+
+        """
+        native, self._native = self._native, None
+        # Only this frame and the call below may hold it, or it would live on.
+        holders = sys.getrefcount(native)
+        if native is not None and holders > 2:  # noqa: PLR2004 - those two
+            self._native = native
+            message = f"the engine cannot be destroyed: {holders - 2} others hold it"
+            raise BackendError(message)
+
+
+@contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    """Turn native exceptions into ours."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = f"{what}: {error}"
+        raise BackendError(message) from None
+
+
+def _shorten_accept(port: int) -> None:
+    """Let the engine's thread that listens on ``port`` look more often whether it shall end.
+
+    ``destroy`` waits for that thread while it holds the interpreter: measured, up to 1.0 s, in which
+    all other links stand still; with this, up to ``_ACCEPT_S``.
+    """
+    timeout = struct.pack("ll", 0, int(_ACCEPT_S * 1e6))
+    for entry in Path("/proc/self/fd").iterdir():
+        # Descriptors of other threads come and go meanwhile.
+        with contextlib.suppress(OSError):
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as candidate:
+                if (
+                    candidate.family == socket.AF_INET
+                    and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and candidate.getsockname()[1] == port
+                ):
+                    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+                    return
+    logger.warning("the engine's socket for handshakes was not found; its links take a second to be fenced")

@@ -1,0 +1,246 @@
+"""Which incarnation of a peer is there: a small TCP conversation beside Mooncake's own.
+
+Mooncake knows a peer by host and port only. It connects again by itself, and so it writes into
+whatever process listens there next. Its errors do not say whether the peer is gone, either.
+
+So the receiving side has an *incarnation*, 16 random bytes, and a port of its own, on which a thread
+answers. A link keeps one connection to it as long as it lives. It was opened with the incarnation's
+bytes, and no later process can hold its other end: while it stands the peer is the same process,
+and its kernel says when it is not. Kernel probes show the loss of a whole host, or of the way to it.
+
+The conversation: the link says 16 bytes; the other side says ``+`` when that is its incarnation, else
+it hangs up. Every byte that follows is answered by another ``+``.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from typing import Final
+
+from backends.base import BackendError
+
+logger = logging.getLogger(__name__)
+
+#: Length of an incarnation.
+INCARNATION_BYTES: Final = 16
+_YES: Final = b"+"
+_ASK: Final = b"?"
+#: Links that one receiving side answers at a time.
+_MAX_CALLERS: Final = 4096
+#: Whoever has not said the incarnation by then gives way to others.
+_GREETING_S: Final = 5.0
+_CHUNK_BYTES: Final = 64
+#: The kernel asks a silent host this often.
+_KEEPALIVE_S: Final = 1
+_PAUSE_S: Final = 0.1
+_JOIN_S: Final = 5.0
+
+
+class Presence:
+    """The sending side's connection. Not thread-safe.
+
+    Attributes:
+        answers: how many questions were answered, as of the last ``lost``.
+
+    """
+
+    def __init__(
+        self, host: str, port: int, incarnation: bytes, timeout_s: float, lost_after_s: float
+    ) -> None:
+        """Call the peer and wait for its answer.
+
+        Args:
+            host: where it is.
+            port: its port for this.
+            incarnation: the one that is wanted.
+            timeout_s: how long connecting, and then the answer, may take.
+            lost_after_s: a host that acknowledges nothing for this long counts as lost.
+
+        Raises:
+            BackendError: it cannot be reached, does not answer, or is another incarnation.
+
+        """
+        where = f"{host}:{port}"
+        self.answers = 0
+        self._asked = 0
+        self._lost = ""
+        try:
+            self._socket = socket.create_connection((host, port), timeout_s)
+        except OSError as error:
+            message = f"{where}: {error}"
+            raise BackendError(message) from error
+        try:
+            self._tune(lost_after_s)
+            self._socket.sendall(incarnation)
+            problem = (
+                "" if self._socket.recv(1) == _YES else "is another incarnation; its endpoint is outdated"
+            )
+            self._socket.settimeout(0)
+        except TimeoutError:
+            problem = f"did not answer within {timeout_s:g} s"
+        except OSError as error:
+            problem = f"hung up: {error}"
+        if problem:
+            self._socket.close()
+            message = f"{where} {problem}"
+            raise BackendError(message)
+
+    def _tune(self, lost_after_s: float) -> None:
+        """Send at once, and notice a host that is gone."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after_s * 1000))
+
+    def ask(self) -> int:
+        """Put a question; it is answered when ``answers`` has reached the number returned."""
+        self._asked += 1
+        try:
+            self._socket.send(_ASK)
+        except OSError as error:
+            self._lost = self._lost or str(error)
+        return self._asked
+
+    def lost(self) -> str:
+        """Say why the incarnation is gone; empty while it is there, as far as our kernel knows."""
+        while not self._lost:
+            try:
+                answer = self._socket.recv(_CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lost = str(error)
+            else:
+                self.answers += len(answer)
+                if not answer:
+                    self._lost = "it has closed its connection"
+        return self._lost
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+class _Caller:
+    """A connection on the receiving side."""
+
+    __slots__ = ("greeting", "since_s", "socket")
+
+    def __init__(self, caller: socket.socket) -> None:
+        self.socket = caller
+        self.greeting = b""
+        self.since_s = time.monotonic()
+
+    def greeted(self) -> bool:
+        return len(self.greeting) == INCARNATION_BYTES
+
+
+class PresenceListener:
+    """The receiving side: a port, and the thread that answers there.
+
+    Attributes:
+        incarnation: ours.
+        port: where we answer.
+
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen on an address of this host.
+
+        Raises:
+            BackendError: that cannot be done.
+
+        """
+        self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._callers: set[_Caller] = set()
+        try:
+            self._listener = socket.create_server((host, 0), backlog=128)
+        except OSError as error:
+            message = f"cannot listen on {host}: {error}"
+            raise BackendError(message) from error
+        self._listener.settimeout(0)
+        self.port = int(self._listener.getsockname()[1])
+        self._bell, self._closing = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._closing, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="mooncake presence", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everyone: all links to us end."""
+        self._bell.close()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        """Serve until the other end of ``_closing`` is closed."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._closing:
+                    self._hang_up()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._serve(key.data)
+
+    def _hang_up(self) -> None:
+        for caller in tuple(self._callers):
+            self._drop(caller)
+        self._selector.close()
+        self._listener.close()
+        self._closing.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors, mostly. It would be told again at once, for as long as it lasts.
+            logger.warning("a peer's call cannot be taken: %s", error)
+            time.sleep(_PAUSE_S)
+            return
+        now_s = time.monotonic()
+        for caller in tuple(self._callers):
+            if not caller.greeted() and now_s - caller.since_s > _GREETING_S:
+                self._drop(caller)
+        if len(self._callers) >= _MAX_CALLERS:
+            logger.warning("a peer's call is refused: there are %d already", len(self._callers))
+            connection.close()
+            return
+        connection.settimeout(0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Else the connections of hosts that are gone would stay for ever.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        caller = _Caller(connection)
+        self._callers.add(caller)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+
+    def _serve(self, caller: _Caller) -> None:
+        """Take what a caller has said, and answer."""
+        if caller not in self._callers:
+            return
+        try:
+            said = caller.socket.recv(_CHUNK_BYTES)
+            missing = INCARNATION_BYTES - len(caller.greeting)
+            caller.greeting += said[:missing]
+            answers = len(said) - missing + (missing > 0)
+            if not said or (caller.greeted() and caller.greeting != self.incarnation):
+                self._drop(caller)
+            elif answers > 0:
+                # It raises when there is no room: a caller that never reads is dropped.
+                caller.socket.send(_YES * answers)
+        except OSError:
+            self._drop(caller)
+
+    def _drop(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
