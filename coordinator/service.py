@@ -28,7 +28,7 @@ from coordinator.release import Releases
 from coordinator.rooms import Rooms, pairing
 from coordinator.transfers import Transfers
 from coordinator.worker.settings import WorkerSettings
-from coordinator.worker.supervisor import Worker
+from coordinator.worker.supervisor import STOP_S, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 #: After the last verdict: how long ranks get to acknowledge it before the coordinator ends.
 FAREWELL_S: Final = 1.0
+
+#: How long the workers may take to end, by force if they must.
+WORKERS_S: Final = 2 * STOP_S
 
 _log = get_logger()
 
@@ -152,7 +155,7 @@ class Service:
         self.reattach.close()
         self.rooms.close()
         self.membership.close()
-        await asyncio.gather(*(crew.worker.stop() for crew in list(self.transfers.crews.values())))
+        await self._stop_workers()
         self.transfers.close()
         for task in self._tasks:
             task.cancel()
@@ -236,6 +239,18 @@ class Service:
             rank=hello.rank,
             heartbeat_s=self.config.rank.heartbeat_s,
         )
+
+    async def _stop_workers(self) -> None:
+        """End all workers; one that hangs in the kernel, where no signal reaches it, is left behind."""
+        stops = {
+            asyncio.ensure_future(crew.worker.stop()): crew.worker for crew in self.transfers.crews.values()
+        }
+        if not stops:
+            return
+        _, stuck = await asyncio.wait(stops, timeout=WORKERS_S)
+        for stop in stuck:
+            stop.cancel()
+            _log.error("worker.left_behind", rank=stops[stop].rank.name)
 
     def _remove_files(self) -> None:
         """Remove our socket files: libzmq does so too, but perhaps not before the process is gone."""

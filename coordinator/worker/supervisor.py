@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RESTART_PAUSES_S: Final = (0.0, 0.0, 0.2, 1.0, 5.0)
 #: A death after a life this long is not an early one.
 LONG_LIFE_S: Final = 30.0
+#: How long a worker may take to introduce itself: registering a large pool takes its time.
+START_S: Final = 120.0
 #: How long a worker may take to end by itself before it is killed.
 STOP_S: Final = 2.0
 #: A message with commands that has this many bytes is full: a worker takes none over 64 MiB.
@@ -168,27 +170,38 @@ class Worker:
         self.lives += 1
         self.token = secrets.token_bytes(32)
         self.state = WorkerState.STARTING
+        self._process = None
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "coordinator.worker",
                 stdin=asyncio.subprocess.PIPE,
             )
-            stdin = self._process.stdin
-            assert stdin is not None  # noqa: S101 - asked for above
-            stdin.write(encode_settings(self._settings(self.token.hex())))
-            await stdin.drain()
         except OSError as error:
-            if self._process is None or self._process.returncode is None:
-                return f"cannot be started: {error}", False
-        if self._stopping.is_set():
-            self._end_input()
-        code = await self._process.wait()
+            return f"cannot be started: {error}", False
+        overdue = asyncio.get_running_loop().call_later(START_S, self._overdue, process)
+        try:
+            stdin = process.stdin
+            assert stdin is not None  # noqa: S101 - asked for above
+            # Closed, or broken, when it died before it read its settings: its exit code says more.
+            with contextlib.suppress(ConnectionError):
+                if not stdin.is_closing():
+                    stdin.write(encode_settings(self._settings(self.token.hex())))
+                    await stdin.drain()
+            if self._stopping.is_set():
+                self._end_input()
+            code = await process.wait()
+        finally:
+            overdue.cancel()
         if code < 0:
             return f"killed by signal {-code}", False
         known = code in ExitCode.__members__.values()
         return f"exit code {code}" + (f" ({ExitCode(code).name.lower()})" if known else ""), code in _HOPELESS
+
+    def _overdue(self, process: asyncio.subprocess.Process) -> None:
+        if process is self._process and self.identity is None:
+            self.kill(f"did not introduce itself within {START_S:g} s")
 
 
 class CommandQueue:
