@@ -104,6 +104,10 @@ class Desk:
         assert self.worker._process is not None
         return self.worker._process.pid
 
+    def state(self) -> WorkerState:
+        """Where the worker stands now."""
+        return self.worker.state
+
     async def up(self, life: int) -> None:
         """Wait until a life has introduced itself."""
         await eventually_async(lambda: self.worker.identity is not None and self.worker.lives == life, 20)
@@ -127,7 +131,7 @@ async def test_a_worker_that_is_killed_comes_back_and_one_that_is_stopped_does_n
     """Case C08."""
     async with desk(ipc_address, pool) as here:
         await here.up(1)
-        assert here.worker.state is WorkerState.UP
+        assert here.state() is WorkerState.UP
         first = here.pid
         os.kill(first, signal.SIGSEGV)
         await here.up(2)
@@ -140,7 +144,7 @@ async def test_a_worker_that_is_killed_comes_back_and_one_that_is_stopped_does_n
         await here.worker.stop()
         assert now_s() - started_s < supervisor.STOP_S
         assert here.deaths[2:] == ["exit code 0 (stopped)"]
-        assert here.worker.state is WorkerState.STOPPED
+        assert here.state() is WorkerState.STOPPED
         assert here.worker.identity is None
 
 
