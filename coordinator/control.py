@@ -148,7 +148,7 @@ class Control:
             heartbeat_s=self._config.rank.heartbeat_s,
         )
         self._answer(identity, welcome)
-        self._note(group)
+        self.note(group)
 
     def _submit(self, identity: bytes, submit: Submit) -> None:
         rank = self._sessions.get(identity)
@@ -163,7 +163,7 @@ class Control:
         if submit.acknowledged > rank.acknowledged or submit.listening is not rank.listening:
             rank.acknowledged = max(rank.acknowledged, submit.acknowledged)
             rank.listening = submit.listening
-            self._note(group)
+            self.note(group)
         if submit.applied > rank.applied:
             rank.applied = submit.applied
             group.drained()
@@ -187,7 +187,7 @@ class Control:
             reason = Reason.RANK_LOST if rank.group.role == "prefill" else Reason.PEER_LOST
             self._membership.lose(rank, reason, f"{rank.name} left: {bye.why or 'closed'}", gone=False)
 
-    def _note(self, group: Group) -> None:
+    def note(self, group: Group) -> None:
         """Work out once per turn of the loop, not per message, what a group has heard."""
         if not self._heard:
             asyncio.get_running_loop().call_soon(self._settle_heard)

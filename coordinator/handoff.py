@@ -72,7 +72,7 @@ class Handoff:
         opened_at_s, complete_at_s, concluded_at_s: when, on the loop's clock.
         moved_bytes: bytes that have arrived.
         flights: its moves that are under way or not quiet yet, by number.
-        sides_told: how many sides' release the log has told.
+        released_together: whether both sides were released at once; None before any was.
 
     """
 
@@ -90,7 +90,7 @@ class Handoff:
         "moved_bytes",
         "opened_at_s",
         "prefill",
-        "sides_told",
+        "released_together",
     )
 
     def __init__(self, room: int, attempt: int, desk: Desk) -> None:
@@ -104,7 +104,7 @@ class Handoff:
         self.concluded_at_s = 0.0
         self.moved_bytes = 0
         self.flights: dict[int, Flight] = {}
-        self.sides_told = 0
+        self.released_together: bool | None = None
         self._desk = desk
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()

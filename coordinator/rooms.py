@@ -316,18 +316,17 @@ class Rooms:
         group = handoff.prefill if side is Role.PREFILL else handoff.decode
         if group is not None:
             self.tell(group, machine.room, Released(machine.room, machine.attempt))
-        if handoff.sides_told == 0 and not machine.held:
-            handoff.sides_told = 1  # the other side follows at once: one line for both
-        else:
+        first = handoff.released_together is None
+        if first:
+            handoff.released_together = not machine.held
+        if not (first and handoff.released_together):  # else the other side follows: one line for both
             held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
-            both = handoff.sides_told == 1 and held_s == 0.0
             _log.info(
                 "handoff.released",
                 **self._who(handoff),
-                side="both" if both else side.value,
+                side="both" if handoff.released_together else side.value,
                 held_s=round(held_s, 4),
             )
-            handoff.sides_told += 1
         self.releases.changed(handoff)
 
     def late(self, handoff: Handoff, event: Event) -> None:

@@ -187,8 +187,7 @@ class Service:
         """Fail the handoffs of a rank's group."""
         self.control.forget(rank)
         self.rooms.fail_all(rank.group.handoffs, reason, message, rank.name)
-        if rank.group.heard():
-            self.broadcaster.publish(rank.group)
+        self.control.note(rank.group)
 
     def gone(self, rank: Rank) -> None:
         """Nothing lands in a dead decode rank; a dead prefill rank needs no worker."""
