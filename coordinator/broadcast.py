@@ -108,7 +108,7 @@ class Broadcaster:
         while True:
             part, events = events[:MAX_EVENTS], events[MAX_EVENTS:]
             message = Broadcast(
-                self._epoch, group.published + 1, group.stable, group.received(), group.ready, part
+                self._epoch, group.published + 1, group.stable, group.received(), group.absent, part
             )
             group.published += len(part)
             if not self._channel.send([group.topic, encode(message)]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from coordinator.broadcast import MAX_EVENTS
 from coordinator.errors import ProtocolError
 from coordinator.groups import Rank
 from coordinator.logs import get_logger
@@ -142,7 +143,7 @@ class Control:
             epoch=self._epoch,
             outcomes=outcomes,
             first=rank.acknowledged + 1,
-            events=group.log.since(rank.acknowledged),
+            events=group.log.since(rank.acknowledged)[:MAX_EVENTS],  # the rank asks for the rest
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
@@ -167,10 +168,11 @@ class Control:
         if submit.applied > rank.applied:
             rank.applied = submit.applied
             group.drained()
-        if submit.items:
+        if submit.items or submit.first > rank.received + 1:
             self._items(identity, rank, submit)
 
     def _items(self, identity: bytes, rank: Rank, submit: Submit) -> None:
+        """Take the items that are new; one that is missing before them is asked for."""
         known = rank.received + 1 - submit.first
         if known < 0:
             self._answer(identity, Resend(rank.received))
@@ -185,7 +187,8 @@ class Control:
         rank = self._sessions.get(identity)
         if isinstance(rank, Rank):
             reason = Reason.RANK_LOST if rank.group.role == "prefill" else Reason.PEER_LOST
-            self._membership.lose(rank, reason, f"{rank.name} left: {bye.why or 'closed'}", gone=False)
+            message = f"{rank.name} left: {bye.why or 'closed'}"
+            self._membership.lose(rank, reason, message, gone=False, left=True)
 
     def note(self, group: Group) -> None:
         """Work out once per turn of the loop, not per message, what a group has heard."""
@@ -205,8 +208,6 @@ class Control:
                     group=group.name,
                     missing=group.missing(),
                 )
-            elif not group.ready:
-                self._broadcaster.publish(group)
 
     # Workers
 

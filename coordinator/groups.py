@@ -72,6 +72,7 @@ class Group:
         ranks: by number; None where no rank has joined yet. A lost rank stays until it is replaced.
         incarnation: counted up whenever a member is lost; its handoffs fail with it.
         log: the events of this group.
+        absent: the ranks that are not there, or have not seen a broadcast yet, as of ``heard``.
         published: events up to here have been broadcast.
         ended: rooms whose verdict some rank has not drained yet -> the number of that verdict.
         handoffs: the handoffs in flight that this group takes part in.
@@ -93,7 +94,7 @@ class Group:
         self.published = 0
         self.published_at_s = float("-inf")
         self.stable = 0
-        self.ready = False
+        self.absent = list(range(hello.world_size))
         self.ended: dict[int, int] = {}
         self.handoffs: set[Handoff] = set()
         self.origin = (0, 0)
@@ -114,23 +115,31 @@ class Group:
 
     def missing(self) -> list[str]:
         """The members that are not there, or have not seen a broadcast yet, by name."""
+        return [f"{self.name}/{number}" for number in self._absent()]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all members have seen a broadcast."""
+        return not self.absent
+
+    def _absent(self) -> list[int]:
         return [
-            f"{self.name}/{number}"
+            number
             for number, rank in enumerate(self.ranks)
             if rank is None or not rank.alive or not rank.listening
         ]
 
     def heard(self) -> bool:
-        """Bring ``stable`` and ``ready`` up to date and drop what nobody needs; True on a change.
+        """Bring ``stable`` and ``absent`` up to date and drop what nobody needs; True on a change.
 
         Stable is what every live member has. What is kept is more: a member that has not joined
         yet, or that was lost but may come back, still gets what it missed.
         """
         live = self.live
         stable = max(self.stable, min((rank.acknowledged for rank in live), default=self.stable))
-        ready = len(live) == self.world_size and all(rank.listening for rank in live)
-        changed = (stable, ready) != (self.stable, self.ready)
-        self.stable, self.ready = stable, ready
+        absent = self._absent()
+        changed = stable != self.stable or absent != self.absent
+        self.stable, self.absent = stable, absent
         self.log.trim(
             min(
                 (

@@ -97,15 +97,23 @@ class Membership:
         rank.seen_at_s = asyncio.get_running_loop().time()
         self._silence.sign(rank)
 
-    def lose(self, rank: Rank, reason: Reason, message: str, *, gone: bool) -> None:
-        """A member is lost; with ``gone`` it is proven that its process does not run any more."""
+    def lose(self, rank: Rank, reason: Reason, message: str, *, gone: bool, left: bool = False) -> None:
+        """A member is lost; with ``gone`` it is proven that its process does not run any more.
+
+        One that ``left`` in good order is no loss to be warned of, but its handoffs fail as well.
+        """
         if rank.alive:
             rank.alive = False
             self._silence.discard(rank)
             self._contests.pop(rank, None)
             rank.group.incarnation += 1
             self._counters.ranks_lost += 1
-            _log.warning("rank.lost", rank=rank.name, reason=reason.value, error=message, proven_dead=gone)
+            if left:
+                _log.info("rank.left", rank=rank.name, message=message)
+            else:
+                _log.warning(
+                    "rank.lost", rank=rank.name, reason=reason.value, error=message, proven_dead=gone
+                )
             self._events.lost(rank, reason, message)
         if gone and not rank.gone:
             rank.gone = True

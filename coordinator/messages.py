@@ -426,7 +426,8 @@ class Broadcast(Struct, frozen=True, array_like=True, tag="broadcast"):
 
     Attributes:
         received: for each rank of the group, up to which number its items have arrived.
-        ready: all ranks of the group have seen a broadcast.
+        missing: the ranks of the group that are not there, or have not seen a broadcast yet; with
+            none the group is ready.
 
     """
 
@@ -434,8 +435,13 @@ class Broadcast(Struct, frozen=True, array_like=True, tag="broadcast"):
     first: int
     stable: int
     received: list[int]
-    ready: bool
+    missing: list[int]
     events: list[Event]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks of the group have seen a broadcast."""
+        return not self.missing
 
 
 FromPeer = Hello | Submit | Bye | WorkerHello | Reports

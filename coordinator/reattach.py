@@ -99,6 +99,11 @@ class Reattach:
             self._answer(hello, identity, self._membership.refused(hello, "hello", problem, fatal=True))
             return
         group = self._membership.groups.get(hello.group)
+        holder = group.ranks[hello.rank] if group is not None else None
+        if holder is not None and holder.hello.instance == hello.instance:
+            # It said hello once more before it heard the answer to the first one.
+            self._answer(hello, identity, self._membership.hello(hello, identity, 0))
+            return
         if group is not None and hello.memory is not None and group.log.head:
             self._come_late(group, hello, identity)
             return

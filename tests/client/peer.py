@@ -285,13 +285,15 @@ class Peer:
         group.beaten_at_s = time.monotonic()
         new = group.events[group.published :]
         members = group.members
-        ready = len(members) == group.world_size and all(member.listening for member in members.values())
+        missing = [
+            rank for rank in range(group.world_size) if rank not in members or not members[rank].listening
+        ]
         broadcast = Broadcast(
             self.epoch,
             group.published + 1,
             self._stable(group),
             [members[rank].received if rank in members else 0 for rank in range(group.world_size)],
-            ready,
+            missing,
             new,
         )
         group.published += len(new)

@@ -40,7 +40,7 @@ def welcome(epoch: int = 5, first: int = 1, received: int = 0, **changes: object
 
 
 def heartbeat(epoch: int = 5, first: int = 1, received: int = 0, *, ready: bool = True) -> Broadcast:
-    return Broadcast(epoch, first, 0, [received], ready, [])
+    return Broadcast(epoch, first, 0, [received], [] if ready else [0], [])
 
 
 def joined() -> Conversation:
@@ -190,7 +190,7 @@ def test_a_connection_that_takes_nothing_is_left_alone_until_it_does() -> None:
 
 def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
     talk = joined()
-    talk.hear_broadcast(Broadcast(5, 1, 0, [0], True, [Outcome(9, 1)]), 0.0)  # noqa: FBT003 - positional on the wire
+    talk.hear_broadcast(Broadcast(5, 1, 0, [0], [], [Outcome(9, 1)]), 0.0)
     talk.drain(None)
     after = talk.inbox.drained
     for room in (1, 2, 3):

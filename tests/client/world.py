@@ -164,7 +164,7 @@ class World:
             self.published + 1,
             self._stable(),
             [self.known[rank].received if rank in self.known else 0 for rank in ranks],
-            len(self.known) == len(ranks) and all(known.listening for known in self.known.values()),
+            [rank for rank in ranks if rank not in self.known or not self.known[rank].listening],
             self.log[self.published :],
         )
         self.published = len(self.log)

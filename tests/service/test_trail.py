@@ -122,11 +122,10 @@ async def test_what_happens_to_ranks_workers_and_peers_is_told() -> None:
             decode[0].leave("scaling down")
             await turns()
         events = log.events
-        for event in ("rank.joined", "group.ready", "worker.up", "peer.connected", "rank.lost"):
+        for event in ("rank.joined", "group.ready", "worker.up", "peer.connected", "rank.left"):
             assert event in events, event
-        (lost,) = log.of("rank.lost")
-        assert (lost["rank"], lost["reason"]) == ("d/0", "peer_lost")
-        assert lost["error"] == "d/0 left: scaling down"
+        (left,) = log.of("rank.left")
+        assert (left["rank"], left["message"]) == ("d/0", "d/0 left: scaling down")
         (not_ready,) = log.of("group.not_ready")
         assert (not_ready["group"], not_ready["missing"]) == ("d", ["d/0"])
 
