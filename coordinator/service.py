@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 import signal
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,11 +15,11 @@ from coordinator import addresses, logs, sockets
 from coordinator.broadcast import Broadcaster
 from coordinator.channel import Channel
 from coordinator.control import Control
-from coordinator.errors import ConfigError
 from coordinator.logs import get_logger
 from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
+from coordinator.private import PrivateDirectory
 from coordinator.reasons import Reason
 from coordinator.reattach import Reattach
 from coordinator.release import Releases
@@ -84,7 +82,7 @@ class Service:
         self.rooms.overflowed = self.membership.lag
         self.addresses: list[str] = []
         self._bound: list[str] = []
-        self._private: Path | None = None
+        self._private: PrivateDirectory | None = None
         self._workers_address = ""
         self._authenticator: ThreadAuthenticator | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,14 +97,9 @@ class Service:
 
         """
         listen = self.config.listen
-        try:
-            self._private = Path(tempfile.mkdtemp(prefix="kv-coordinator-"))
-        except OSError as error:
-            raise ConfigError(
-                [f"TMPDIR: cannot make a directory for the workers' socket: {error}"]
-            ) from error
+        self._private = PrivateDirectory()
         # Before any key is demanded: this one is in a directory of our own, for our own workers.
-        self._workers_address = sockets.bind(self._router, f"ipc://{self._private}/workers", "workers")
+        self._workers_address = sockets.bind(self._router, f"ipc://{self._private.path}/workers", "workers")
         if self.config.security is not None:
             self._authenticator = sockets.authenticate(
                 self._context, self.config.security, [self._router, self._xpub]
@@ -254,7 +247,7 @@ class Service:
     def _remove_files(self) -> None:
         """Remove our socket files: libzmq does so too, but perhaps not before the process is gone."""
         if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
+            self._private.remove()
         for bound in self._bound:
             if bound.startswith("ipc://"):
                 Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)

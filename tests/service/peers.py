@@ -81,6 +81,12 @@ def pool(count: int, world_size: int = 1) -> Pool:
 
 
 def hello(stage: Stage, role: Role, group: str, rank: int, world_size: int, **changes: object) -> Hello:
+    """What a rank says to the coordinator of a stage, some of it changed."""
+    ours: dict[str, object] = {"backend": stage.config.backend.name, "transport": "inproc"}
+    return hello_of(role, group, rank, world_size, **(ours | changes))
+
+
+def hello_of(role: Role, group: str, rank: int, world_size: int, **changes: object) -> Hello:
     """What a rank says of itself, some of it changed."""
     layout = changes.get("layout", LAYOUT)
     assert isinstance(layout, Layout)
@@ -94,11 +100,9 @@ def hello(stage: Stage, role: Role, group: str, rank: int, world_size: int, **ch
         "world_size": world_size,
         "instance": secrets.randbits(63),
         "process": Process(1, "elsewhere", 0),
-        "backend": stage.config.backend.name,
         "layout": layout,
         "pool": Pool("", size_bytes, PAGES),
         "endpoint": b"here" if role is Role.DECODE else b"",
-        "transport": "inproc",
     }
     return Hello(**(fields | changes))  # type: ignore[arg-type]
 
