@@ -2,9 +2,9 @@
 
 A fault is a table in TOML or a dict, for example in a configuration file::
 
-    [worker.options]
+    [backend.options.loopback]
     control = "/run/kv-coordinator/faults.toml"
-    [[worker.options.faults]]
+    [[backend.options.loopback.faults]]
     kind = "stall"
     peer = "decode-1*"
     nth = 3

@@ -156,7 +156,11 @@ class Limits(Section):
     """``[limits]``: how much the coordinator holds at most."""
 
     max_frame_bytes: Annotated[
-        int, Field(ge=4 << 20, le=1 << 30, description="a whole number of bytes from 4194304 to 1073741824")
+        int,
+        # Not less than what clients are made to send.
+        Field(
+            ge=MAX_FRAME_BYTES, le=1 << 30, description="a whole number of bytes from 8388608 to 1073741824"
+        ),
     ] = MAX_FRAME_BYTES
     max_groups: Number = 256
     max_handoffs: Number = 200_000

@@ -160,3 +160,8 @@ def test_options_are_those_of_the_chosen_backend() -> None:
     options: dict[str, dict[str, object]] = {"loopback": {"control": "/run/faults"}, "nixl": {"a": 1}}
     assert Backend(name="loopback", options=options).chosen_options == {"control": "/run/faults"}
     assert Config().backend.chosen_options == {}
+
+
+def test_what_does_not_work_yet_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"backend\.hosting: is 'rank', which does not work yet"):
+        parse('[backend]\nhosting = "rank"')

@@ -120,7 +120,7 @@ def test_every_shipped_configuration_can_be_used(path: Path) -> None:
         ("[limits]\nmax_groups = 0", "limits.max_groups: is 0, must be a whole number from 1 to 10000000"),
         (
             "[limits]\nmax_frame_bytes = 1000",
-            "limits.max_frame_bytes: is 1000, must be a whole number of bytes from 4194304 to 1073741824",
+            "limits.max_frame_bytes: is 1000, must be a whole number of bytes from 8388608 to 1073741824",
         ),
         (
             '[log]\nlevel = "loud"',

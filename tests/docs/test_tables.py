@@ -70,8 +70,7 @@ def test_what_is_called_reserved_is_not_used_and_the_rest_is() -> None:
     keys = {key.strip("`"): meaning for key, _, meaning in table(section("Configuration"), "key")}
     assert "reserved" in keys["release.quarantine_bytes"]
     assert _uses(r"\.quarantine_bytes\b") == 0
-    assert "reserved" in keys["backend.hosting"]
-    assert _uses(r'hosting == "rank"') == 0
+    assert "refused" in keys["backend.hosting"]
 
 
 def _uses(pattern: str) -> int:
