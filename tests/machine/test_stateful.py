@@ -496,6 +496,8 @@ class AnyOrder(RuleBasedStateMachine):
         return len(self.said.sent[leg[0]])
 
 
+# It takes some seconds. But when it fails, the search for a short example takes its time (at most 300 s).
+@pytest.mark.timeout(400)
 def test_any_order_of_events_has_one_verdict_and_one_release_per_side() -> None:
     REACHED.clear()
     run_state_machine_as_test(AnyOrder, settings=SETTINGS)

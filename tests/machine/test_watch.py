@@ -149,14 +149,14 @@ async def test_all_that_are_overdue_expire_in_one_instant_oldest_first() -> None
 
 
 async def test_one_timer_serves_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 members and their signs cost no timer of their own."""
+    """10,000 members and their signs cost no timer of their own; nor does a new bound."""
     loop = asyncio.get_running_loop()
-    armed: list[float] = []
+    armed: list[asyncio.TimerHandle] = []
     call_at = loop.call_at
 
     def counting(when: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
-        armed.append(when)
-        return call_at(when, callback, *args)
+        armed.append(call_at(when, callback, *args))
+        return armed[-1]
 
     told = Told()
     watch = Watch(10.0, told)
@@ -165,6 +165,9 @@ async def test_one_timer_serves_many_members(monkeypatch: pytest.MonkeyPatch) ->
         for number in range(10_000):
             watch.sign(str(number))
     assert len(armed) == 1
+    for bound_s in (20.0, 5.0, 10.0):
+        watch.rebound(bound_s)
+    assert [timer.cancelled() for timer in armed] == [True, True, True, False]
     monkeypatch.undo()
     await asyncio.sleep(10)
     await asyncio.sleep(TICK_S)
