@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.messages import (
+    MAX_FRAME_BYTES,
     VERSION,
     Bye,
     Cancel,
@@ -69,14 +70,14 @@ GARBAGE = {
     "two frames": [encode(Bye()), b""],
     "many frames": [b""] * 1000,
     "an empty one before": [b"", encode(Bye())],
-    "over the bound": [b"\0" * ((4 << 20) + 1)],
+    "over the bound": [b"\0" * (MAX_FRAME_BYTES + 1)],
 }
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
 async def test_garbage_is_counted_and_answered_and_the_next_message_is_served(frames: list[bytes]) -> None:
     """Case C39. A null id is no room (case C35)."""
-    async with Stage(config(limits={"max_frame_bytes": 4 << 20})) as stage:
+    async with Stage() as stage:
         rank = RankPeer(stage, Role.DECODE, "d", 0, 1)
         rank.open()
         with capture() as log:
