@@ -15,6 +15,8 @@ class Rank:
     """One life of one rank: a client object in an engine's process.
 
     Attributes:
+        name: ``group/rank``, as failures and logs name it.
+        peer: the name of this one life, as workers know it.
         identity: its routing id on the control socket.
         received: its items have arrived up to this number.
         acknowledged: it has every event of its group up to this one.
@@ -35,7 +37,9 @@ class Rank:
         "hello",
         "identity",
         "listening",
+        "name",
         "number",
+        "peer",
         "received",
         "seen_at_s",
     )
@@ -46,6 +50,8 @@ class Rank:
         self.hello = hello
         self.identity = identity
         self.number = hello.rank
+        self.name = f"{group.name}/{hello.rank}"
+        self.peer = f"{self.name}#{hello.instance:x}"
         self.received = 0
         self.acknowledged = acknowledged
         self.applied = acknowledged
@@ -53,16 +59,6 @@ class Rank:
         self.alive = True
         self.gone = False
         self.seen_at_s = now_s
-
-    @property
-    def name(self) -> str:
-        """``group/rank``, as failures and logs name it."""
-        return f"{self.group.name}/{self.number}"
-
-    @property
-    def peer(self) -> str:
-        """The name of this one life, as workers know it."""
-        return f"{self.name}#{self.hello.instance:x}"
 
 
 class Group:

@@ -112,16 +112,17 @@ class Legs:
         target = self._targets.get(leg[1])
         if source is None or target is None:
             return None
-        if source.count > target.count or (source.last and source.count < target.count):
-            sent = f"{source.count} pages{'' if source.last else ' so far'}"
-            offered = f"{target.count - target.prefix_pages} behind a prefix of {target.prefix_pages}"
-            return f"prefill rank {leg[0]} sent {sent}, decode rank {leg[1]} offered {offered}"
+        sent, room = source.count, target.count
+        if sent > room or (source.last and sent < room):
+            so_far = "" if source.last else " so far"
+            behind = f"{room - target.prefix_pages} behind a prefix of {target.prefix_pages}"
+            return f"prefill rank {leg[0]} sent {sent} pages{so_far}, decode rank {leg[1]} offered {behind}"
         first = max(self._cursors.get(leg, 0), target.prefix_pages)
-        if source.count <= first:
+        if sent <= first:
             return None
-        self._cursors[leg] = source.count
+        self._cursors[leg] = sent
         start = (first - target.prefix_pages) * PAGE_BYTES
-        length = (source.count - first) * PAGE_BYTES
+        length = (sent - first) * PAGE_BYTES
         return source.pages[first * PAGE_BYTES :], target.pages[start : start + length]
 
     def sent_pages(self, rank: int) -> int:

@@ -350,8 +350,8 @@ def _bad_pool(path: str, size_bytes: int) -> str | None:
     """Say why a pool file must not be mapped. The worker looks again when it opens it."""
     if not is_pool_path(path):
         return (
-            f"pool: {path!r} is no pool file of ours in /dev/shm; memory that cannot be shared "
-            "(a GPU's, a private one, another node's) needs backend.hosting = 'rank'"
+            f"pool: {path!r} is no pool file of ours in /dev/shm; use KVPool.allocate: memory that cannot "
+            "be shared (a GPU's, a private one, another node's) cannot be sent from yet"
         )
     try:
         found = os.lstat(path)
