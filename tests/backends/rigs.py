@@ -29,7 +29,7 @@ from tests.backends.memory import SharedMemory
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from backends.base import Backend, Link, Transfer
 
@@ -62,11 +62,12 @@ class Peer:
 
     """
 
-    def __init__(self, rig: Rig, *sizes_bytes: int) -> None:
-        """Start it and wait for its endpoint."""
+    def __init__(self, rig: Rig, *sizes_bytes: int, launcher: Sequence[str] = ()) -> None:
+        """Start it and wait for its endpoint; ``launcher`` is put before its command."""
         self.memory = [SharedMemory(size_bytes) for size_bytes in sizes_bytes]
         files = [f"{memory.path}:{memory.bytes.size}" for memory in self.memory]
         command = [
+            *launcher,
             sys.executable,
             "-m",
             "tests.backends.peer_program",
@@ -74,6 +75,7 @@ class Peer:
             json.dumps(rig.options),
             *files,
         ]
+        self._closed = False
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -98,7 +100,10 @@ class Peer:
         self.process.wait(PATIENCE_S)
 
     def close(self) -> int:
-        """End it in good order and remove its memory; returns its exit code."""
+        """End it in good order and remove its memory, once; returns its exit code."""
+        if self._closed:
+            return self.process.returncode
+        self._closed = True
         with contextlib.suppress(ProcessLookupError):
             self.go_on()
         try:

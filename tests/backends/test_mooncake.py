@@ -1,0 +1,474 @@
+"""What is peculiar to mooncake: its environment, its ids, its engines, and who is at the other end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from backends import mooncake_engine
+from backends.base import BackendError, ConnectError, Part, PeerDisconnectedError, Status, TransferError
+from tests.backends.rigs import (
+    BLOCK_BYTES,
+    LARGE_BYTES,
+    PATIENCE_S,
+    ROOT,
+    Peer,
+    Rig,
+    held_up,
+    needs_nixl,
+    plain_grid,
+    until_done,
+    until_terminal,
+    whole,
+)
+from tests.support.waiting import eventually
+
+pytest.importorskip("backends.mooncake", reason="the mooncake wheel is not installed", exc_type=ImportError)
+
+from backends.mooncake import MooncakeBackend
+from backends.mooncake_endpoint import decode
+from backends.mooncake_engine import LANES, Engine, EngineSettings, load_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backends.base import Backend
+    from tests.backends.memory import SharedMemory
+
+    MakePeer = Callable[..., Peer]
+    MakeMemory = Callable[..., SharedMemory]
+    MakeSender = Callable[..., Backend]
+
+pytestmark = pytest.mark.mooncake
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    """Only mooncake here."""
+    return Rig("mooncake", {"peer_timeout_s": 2, "connect_timeout_s": 1})
+
+
+def changed(endpoint: bytes, **fields: Any) -> bytes:  # noqa: ANN401 - any field of an endpoint
+    """The endpoint with other fields."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(decode("peer", endpoint), **fields))
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+# --- options and environment -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"host": "localhost"}, "host"),
+        ({"host": "::1"}, "host"),
+        ({"host": "127.0.0.1:15000"}, "host"),
+        ({"protocol": "udp"}, "protocol"),
+        ({"protocol": "etcd"}, "protocol"),
+        ({"protocol": "rdma", "device": "mlx5_0; rm"}, "device"),
+        ({"device": "mlx5_0"}, "device"),
+        ({"peer_timeout_s": 0}, "peer_timeout_s"),
+        ({"connect_timeout_s": float("nan")}, "connect_timeout_s"),
+        ({"timeout": 1}, "timeout"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], named: str) -> None:
+    """An unknown scheme would abort the process."""
+    with pytest.raises(BackendError, match=f"mooncake options: .*{named}"):
+        MooncakeBackend("us", options)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_host_that_is_not_ours_is_refused_at_start(sends: bool) -> None:  # noqa: FBT001 - a parameter
+    """Not at the first handoff; case C56."""
+    with pytest.raises(BackendError, match=r"203\.0\.113\.7.* no address of this host"):
+        MooncakeBackend("us", {"host": "203.0.113.7"}).start(sends=sends)
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this host has RDMA devices")
+def test_rdma_without_a_device_is_refused_at_start() -> None:
+    with pytest.raises(BackendError, match="no RDMA device"):
+        MooncakeBackend("us", {"protocol": "rdma"}).start(sends=True)
+
+
+@pytest.mark.parametrize("name", ["MC_TCP_PROTO", "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "MC_LOG_DIR"])
+def test_variables_that_take_safety_away_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(BackendError, match=f"{name} must not be set: "):
+        MooncakeBackend("us", {}).start(sends=True)
+
+
+def test_one_process_has_one_setting() -> None:
+    first = MooncakeBackend("us", {})
+    first.start(sends=True)
+    MooncakeBackend("also-us", {}).start(sends=True)
+    with pytest.raises(BackendError, match=r"already runs Mooncake with .*'15'.* was asked for"):
+        MooncakeBackend("not-us", {"peer_timeout_s": 7}).start(sends=True)
+    first.close()
+
+
+GOOD_MANNERS = """
+import logging, signal, sys
+logging.basicConfig(filename=sys.argv[1], filemode="w")
+def state():
+    return logging.root.handlers[:], logging.raiseExceptions, signal.getsignal(signal.SIGINT)
+before = state()
+from backends.registry import load
+backend = load("mooncake")("us", {})
+assert not [name for name in sys.modules if name.startswith("mooncake")], "loaded before it was started"
+backend.start(sends=False)
+backend.endpoint()
+logging.error("still logging")
+assert state() == before
+loaded = [name for name in sys.modules if name.partition(".")[0] in ("mooncake", "nixl_cu12", "torch")]
+assert loaded == ["mooncake.engine"], loaded
+backend.close()
+"""
+
+
+def test_loading_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    """Its messages go to stderr; stdout, logging and signals stay ours."""
+    found = run(GOOD_MANNERS, str(tmp_path / "log"))
+    assert (found.returncode, found.stdout) == (0, ""), found.stderr
+    assert "still logging" in (tmp_path / "log").read_text()
+
+
+BOTH = """
+import sys
+from backends.registry import load
+options = {"nixl": {"transports": "tcp", "devices": "lo"}, "mooncake": {}}
+backends = [load(name)("us", options[name]) for name in sys.argv[1:3]]
+for backend in backends:
+    backend.start(sends=False)
+    backend.endpoint()
+if sys.argv[3] == "closed":
+    for backend in backends:
+        backend.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_nixl)]
+)
+def test_both_engines_in_one_process(first: str) -> None:
+    """In either order, and the process ends in good order."""
+    second = "mooncake" if first == "nixl" else "nixl"
+    for how in ("closed", "not closed"):
+        found = run(BOTH, first, second, how)
+        assert (found.returncode, found.stdout) == (0, ""), found.stderr
+
+
+def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would say that a write is done before it is in place."""
+    monkeypatch.delitem(sys.modules, "mooncake.engine", raising=False)
+    monkeypatch.setattr("backends.mooncake_engine.metadata.version", lambda _: "0.3.9.post2")
+    with pytest.raises(BackendError, match=r"0\.3\.9\.post2 is too old"):
+        MooncakeBackend("us", {}).start(sends=True)
+
+
+# --- ids ---------------------------------------------------------------------------------------
+
+
+class Watched:
+    """What links do with the ids of their engines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Watch every engine."""
+        self.sizes_bytes: list[int] = []
+        self.most = 0
+        self.wrong: list[str] = []
+        self._moving: dict[Engine, set[int]] = {}
+        submit, ended = Engine.submit, Engine.ended
+
+        def watched_submit(engine: Engine, name: str, source: int, destination: int, size_bytes: int) -> int:
+            number = submit(engine, name, source, destination, size_bytes)
+            moving = self._moving.setdefault(engine, set())
+            moving.add(number)
+            self.most = max(self.most, len(moving))
+            self.sizes_bytes.append(size_bytes)
+            return number
+
+        def watched_ended(engine: Engine, number: int) -> bool | None:
+            moving = self._moving[engine]
+            if number not in moving:
+                self.wrong.append(f"asked after {number}, which has ended")
+                return False
+            done = ended(engine, number)
+            if done is not None:
+                moving.discard(number)
+            return done
+
+        monkeypatch.setattr(Engine, "submit", watched_submit)
+        monkeypatch.setattr(Engine, "ended", watched_ended)
+
+    @property
+    def unended(self) -> int:
+        """Ids that nobody has seen the end of."""
+        return sum(len(moving) for moving in self._moving.values())
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, watched: Watched
+) -> None:
+    """To ask once more reads freed memory; above some 2,000 the engine breaks its word."""
+    link = make_sender(make_memory(2 * MIB, seed=1)).connect("peer", peer.endpoint)
+    grid = plain_grid(2 * MIB)
+    numbers = np.arange(grid.count, dtype=np.int32)
+    transfers = [link.write([Part(grid, numbers[::2], grid, numbers[::2])]) for _ in range(4)]
+    for transfer in transfers:
+        until_done(transfer)
+        transfer.poll()
+    assert not watched.wrong
+    assert watched.most == LANES
+    assert watched.unended == 0
+    # One more wrote the scrap of the peer, to make the connection.
+    assert len(watched.sizes_bytes) == 4 * 256 + 1
+
+
+def test_runs_are_merged_and_long_ones_cut(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, watched: Watched
+) -> None:
+    link = make_sender(make_memory(10 * MIB, seed=1)).connect("peer", peer.endpoint)
+    watched.sizes_bytes.clear()
+    part = whole(10 * MIB)
+    until_done(link.write([part]))
+    assert watched.sizes_bytes == [4 * MIB, 4 * MIB, 2 * MIB]
+
+
+def test_a_failed_write_is_followed_to_its_end(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, watched: Watched
+) -> None:
+    """Memory that the peer did not register: it says no, for that write alone; case C11."""
+    ours = make_memory(MIB, seed=1)
+    first, second = decode("peer", peer.endpoint).regions
+    lie = msgspec.structs.replace(first, address=second.address + second.size_bytes - MIB // 2)
+    link = make_sender(ours).connect("peer", changed(peer.endpoint, regions=(lie, second)))
+    lying, honest = whole(MIB), replace(whole(MIB), destination=plain_grid(MIB, region=1))
+    for _ in range(2):
+        bad, good = link.write([lying]), link.write([honest])
+        assert until_terminal(bad) is Status.FAILED
+        assert isinstance(bad.error, TransferError)
+        until_done(good)
+        assert bad.settled
+    assert not watched.wrong
+    assert watched.unended == 0
+    assert np.array_equal(peer.memory[1].bytes[:MIB], ours.bytes)
+    assert not peer.memory[0].bytes.any()
+
+
+# --- who is at the other end -------------------------------------------------------------------
+
+
+def test_an_endpoint_with_an_impossible_host_is_refused(peer: Peer, make_sender: MakeSender) -> None:
+    """The engine would look any name up, and write to whoever has it."""
+    backend = make_sender()
+    fields = msgspec.to_builtins(decode("peer", peer.endpoint))
+    for host in ("localhost", "", "127.0.0.1:1", "256.0.0.1", "nonsense"):
+        endpoint = msgspec.msgpack.encode([*fields[:3], host, *fields[4:]])
+        with pytest.raises(ConnectError, match="not one of mooncake"):
+            backend.connect("peer", endpoint)
+
+
+def test_another_incarnation_is_not_connected(peer: Peer, make_sender: MakeSender) -> None:
+    """All the rest of the endpoint is right."""
+    with pytest.raises(ConnectError, match="is another incarnation"):
+        make_sender().connect("peer", changed(peer.endpoint, incarnation=bytes(16)))
+
+
+def test_a_stopped_peer_cannot_be_connected(make_peer: MakePeer, make_sender: MakeSender) -> None:
+    """Its kernel still accepts; only an answer counts. The engine alone would wait for a minute; case C15."""
+    peer, backend = make_peer(MIB), make_sender()
+    peer.stop()
+    with pytest.raises(ConnectError, match="did not answer within 1 s"):
+        backend.connect("peer", peer.endpoint)
+    peer.go_on()
+    backend.connect("peer", peer.endpoint)
+
+
+def test_a_peer_that_stays_stopped_is_lost(
+    rig: Rig, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """``peer_timeout_s`` bounds it, and how long the peer may take to say that it is there."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    with held_up(rig, peer, link) as transfer:
+        started_s = time.monotonic()
+        assert until_terminal(transfer) is Status.FAILED
+        assert time.monotonic() - started_s < 2 + 1 + 3
+        assert isinstance(transfer.error, PeerDisconnectedError)
+        assert transfer.settled
+
+
+def test_a_peer_that_closes_is_lost_at_once(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    peer = make_peer(MIB)
+    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
+    assert peer.close() == 0
+    with pytest.raises(PeerDisconnectedError):
+        link.write([whole(MIB)])
+
+
+def data_port(peer: Peer) -> int:
+    """Where the engine of a peer takes writes; it chose the port by itself."""
+    endpoint = decode("peer", peer.endpoint)
+    listening = {
+        connection.laddr.port
+        for connection in psutil.Process(peer.process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    (port,) = listening - {endpoint.port, endpoint.presence_port}
+    return int(port)
+
+
+def test_nothing_is_posted_to_whoever_has_the_port_next(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """We are that process; the sender looks neither when the peer dies nor when we are there; case C07.
+
+    The engine alone does post to us, which shows that it would be seen.
+    """
+    peer, ours = make_peer(LARGE_BYTES), make_memory(LARGE_BYTES)
+    backend = make_sender(ours)
+    link = backend.connect("peer", peer.endpoint)
+    bare, elsewhere = bare_engine(), decode("peer", peer.endpoint)
+    bare.register(ours.region)
+    arguments = (elsewhere.engine, ours.region.address, elsewhere.regions[0].address, BLOCK_BYTES)
+    assert end_of(bare, bare.submit(*arguments))
+    port = data_port(peer)
+    peer.stop()
+    transfers = [link.write([whole(LARGE_BYTES)]) for _ in range(2)]
+    peer.kill()
+    with socket.create_server(("127.0.0.1", port)) as next_one:
+        next_one.settimeout(PATIENCE_S)
+        # This one fails with the connection that has died; the next one makes a new connection.
+        assert not end_of(bare, bare.submit(*arguments))
+        number = bare.submit(*arguments)
+        with next_one.accept()[0] as caller:
+            assert elsewhere.regions[0].address.to_bytes(8, "little") in caller.recv(64)
+        assert not end_of(bare, number)
+        bare.destroy()
+
+        with pytest.raises(PeerDisconnectedError):
+            link.write([whole(LARGE_BYTES)])
+        for transfer in transfers:
+            assert transfer.poll() is Status.FAILED
+            assert isinstance(transfer.error, PeerDisconnectedError)
+            assert transfer.settled
+        next_one.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            next_one.accept()
+
+
+def bare_engine() -> Engine:
+    """An engine that nobody watches over."""
+    return Engine(EngineSettings(load_engine(mooncake_engine._environment or {}), "127.0.0.1", "tcp", ""))
+
+
+def end_of(engine: Engine, number: int) -> bool:
+    """Wait for the end of a write; whether it is done."""
+    end: list[bool] = []
+
+    def ended() -> bool:
+        done = engine.ended(number)
+        if done is not None:
+            end.append(done)
+        return done is not None
+
+    eventually(ended, PATIENCE_S, "the write ends")
+    return end[0]
+
+
+# --- fences ------------------------------------------------------------------------------------
+
+
+def test_without_a_fence_new_bytes_do_land(
+    rig: Rig, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """The hazard that fences are there for, and the proof that their test can fail; case C23."""
+    peer, ours = make_peer(LARGE_BYTES), make_memory(LARGE_BYTES)
+    ours.bytes[:] = 1
+    link = make_sender(ours).connect("peer", peer.endpoint)
+    with held_up(rig, peer, link) as transfer:
+        ours.bytes[:] = 0xFF
+    until_done(transfer)
+    assert (peer.memory[0].bytes == 0xFF).any()
+
+
+def test_fences_are_short(make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
+    """The interpreter stands still meanwhile, for all links; left to itself the engine takes a second."""
+    peer = make_peer(LARGE_BYTES)
+    backend = make_sender(make_memory(LARGE_BYTES))
+    links = [backend.connect(f"peer-{number}", peer.endpoint) for number in range(4)]
+    peer.stop()
+    for link in links:
+        link.write([whole(LARGE_BYTES)])
+    started_s = time.monotonic()
+    for link in links:
+        link.fence()
+    assert time.monotonic() - started_s < 4 * 0.4
+    peer.go_on()
+
+
+def test_links_give_back_what_they_took(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Descriptors, threads and memory, over many links that were fenced with a write under way."""
+    peer = make_peer(LARGE_BYTES)
+    backend = make_sender(make_memory(LARGE_BYTES))
+    process = psutil.Process()
+
+    def cycle() -> None:
+        link = backend.connect("peer", peer.endpoint)
+        link.write([whole(LARGE_BYTES)])
+        link.fence()
+
+    for _ in range(3):
+        cycle()
+    before = process.num_fds(), process.num_threads()
+    before_bytes = process.memory_info().rss
+    for _ in range(20):
+        cycle()
+    assert (process.num_fds(), process.num_threads()) == before
+    assert process.memory_info().rss - before_bytes < 8 * MIB
+
+
+def test_an_idle_link_does_next_to_nothing(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Its engine has threads, but they sleep; case C50."""
+    backend = make_sender(make_memory(MIB))
+    for number in range(4):
+        until_done(backend.connect(f"peer-{number}", peer.endpoint).write([whole(MIB)]))
+    before_s, started_s = time.process_time(), time.monotonic()
+    # What is measured is the CPU time of an interval, so it has to pass.
+    time.sleep(1)
+    assert time.process_time() - before_s < 0.02 * (time.monotonic() - started_s)
