@@ -79,6 +79,7 @@ class Handoff:
     __slots__ = (
         "_clock",
         "_desk",
+        "_due",
         "_prefill_complete",
         "_settled",
         "_task",
@@ -106,6 +107,7 @@ class Handoff:
         self.flights: dict[int, Flight] = {}
         self.released_together: bool | None = None
         self._desk = desk
+        self._due: list[Effect] | None = None  # while effects are carried out: those not done yet, and more
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()
         self._clock: asyncio.Timeout | None = None
@@ -129,14 +131,27 @@ class Handoff:
         )
 
     def apply(self, event: Event) -> Refuse | None:
-        """Feed the state machine and carry out its effects; returns a refusal for the sender."""
-        refusal: Refuse | None = None
-        for effect in self.machine.apply(event, asyncio.get_running_loop().time()):
-            if isinstance(effect, Refuse):
-                refusal = effect
-            else:
+        """Feed the state machine and carry out its effects; returns a refusal for the sender.
+
+        What carrying out an effect feeds to the machine comes after all that was due before: so the
+        verdict is told before a release, whoever caused what.
+        """
+        effects = self.machine.apply(event, asyncio.get_running_loop().time())
+        if effects and isinstance(effects[0], Refuse):
+            return effects[0]  # it stands alone
+        if self._due is not None:
+            self._due += effects
+        elif effects:
+            self._carry_out_all(effects)
+        return None
+
+    def _carry_out_all(self, effects: list[Effect]) -> None:
+        self._due = effects
+        try:
+            for effect in effects:  # grows meanwhile
                 self._carry_out(effect)
-        return refusal
+        finally:
+            self._due = None
 
     def _carry_out(self, effect: Effect) -> None:
         desk = self._desk
