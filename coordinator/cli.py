@@ -50,6 +50,7 @@ class DemoBackend(StrEnum):
     """What can move the pages of the demo."""
 
     NIXL = "nixl"
+    MOONCAKE = "mooncake"
     LOOPBACK = "loopback"
 
 

@@ -431,10 +431,12 @@ def test_fences_are_short(make_peer: MakePeer, make_memory: MakeMemory, make_sen
     peer.stop()
     for link in links:
         link.write([whole(LARGE_BYTES)])
-    started_s = time.monotonic()
+    durations_s = []
     for link in links:
+        started_s = time.monotonic()
         link.fence()
-    assert time.monotonic() - started_s < 4 * 0.4
+        durations_s.append(time.monotonic() - started_s)
+    assert max(durations_s) < 0.5
     peer.go_on()
 
 

@@ -19,11 +19,13 @@ HEAVY = ("numpy", "torch", "nixl", "nixl_cu12", "nixl_cu13", "mooncake")
 
 def test_a_backend_is_loaded_by_name() -> None:
     assert registry.load("loopback") is LoopbackBackend
-    assert {"loopback", "nixl"} <= set(registry.names())
+    assert {"loopback", "mooncake", "nixl"} <= set(registry.names())
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(BackendUnavailableError, match=r"no backend named 'lopback'.*loopback.*nixl"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"no backend named 'lopback'.*loopback.*mooncake.*nixl"
+    ):
         registry.load("lopback")
 
 
@@ -35,19 +37,19 @@ def test_a_missing_library_is_told_from_a_missing_backend(monkeypatch: pytest.Mo
         registry.load("fast")
 
 
-@pytest.mark.nixl
-def test_nixl_without_its_wheel_says_what_to_install() -> None:
-    """Nothing of the wheel can be imported in that process."""
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_an_engine_without_its_wheel_says_what_to_install(name: str) -> None:
+    """Nothing of the wheels can be imported in that process."""
     program = (
         "import sys\n"
-        "sys.modules.update(dict.fromkeys(('nixl', 'nixl_cu12', 'nixl_cu13')))\n"
+        "sys.modules.update(dict.fromkeys(('mooncake', 'nixl', 'nixl_cu12', 'nixl_cu13')))\n"
         "from backends.registry import load\n"
         "from backends.base import BackendUnavailableError\n"
-        "try:\n    load('nixl')\nexcept BackendUnavailableError as error:\n    print(error)\n"
+        "try:\n    load(sys.argv[1])\nexcept BackendUnavailableError as error:\n    print(error)\n"
     )
-    printed = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
-    assert "'nixl' is known" in printed
-    assert "pip install 'kv-coordinator[nixl]'" in printed
+    printed = subprocess.check_output([sys.executable, "-c", program, name], cwd=ROOT, text=True)
+    assert f"{name!r} is known" in printed
+    assert f"pip install 'kv-coordinator[{name}]'" in printed
 
 
 def test_backends_of_others_come_from_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,12 @@ PYTHON: Final = """#!/bin/sh
 echo "python $*" >>"$CALLS"
 case "$*" in
 *"find_spec('nixl_cu12')"*) exit "${NIXL_MISSING:-0}" ;;
+*"find_spec('mooncake')"*) exit "${MOONCAKE_MISSING:-0}" ;;
+*libibverbs*) exit "${LIBRARIES_MISSING:-0}" ;;
 *"find_spec('torch')"*) exit "${TORCH_MISSING:-0}" ;;
 *--report*)
     for word; do [ "$previous" = --report ] && printf '%s' "$PLAN" >"$word"; previous=$word; done ;;
-*--dry-run*nixl-cu12*) exit "${NO_WHEEL:-0}" ;;
+*--dry-run*nixl-cu12* | *--dry-run*mooncake*) exit "${NO_WHEEL:-0}" ;;
 *"pip install"*) exit "${NO_PIP:-0}" ;;
 esac
 exit 0
@@ -184,7 +186,58 @@ def test_test_passes_its_arguments_to_pytest(tree: Tree) -> None:
     done = tree.script("test", "-k", "some thing")
     assert done.returncode == 0, done.stderr
     assert tree.calls[-1] == "python -m pytest -k some thing"
+    assert tree.installed == ["[dev,mooncake,nixl,torch]"]
+
+
+@pytest.mark.parametrize("name", ["test", "bench"])
+def test_engines_that_cannot_be_had_are_left_out_and_told(tree: Tree, name: str) -> None:
+    done = tree.script(name, NIXL_MISSING="1", MOONCAKE_MISSING="1", NO_WHEEL="1")
+    assert done.returncode == 0, done.stderr
+    assert "NIXL is left out" in done.stderr
+    assert "Mooncake is left out" in done.stderr
+    assert tree.installed == ["[dev,torch]"]
+
+
+def test_mooncake_that_was_asked_for_is_installed(tree: Tree) -> None:
+    done = tree.script("run", "--backend", "mooncake", "--handoffs", "5")
+    assert done.returncode == 0, done.stderr
+    assert tree.installed == ["[mooncake,torch]"]
+    assert not any("nixl" in call for call in tree.calls)
+    assert tree.calls[-1] == "kv-coordinator demo --backend mooncake --handoffs 5"
+
+
+def test_what_mooncake_needs_is_installed_by_root(tree: Tree, tmp_path: Path) -> None:
+    path = pretended(
+        tmp_path, {"id": "echo 0", "dpkg-query": "exit 1", "apt-get": 'echo "apt-get $*" >>"$CALLS"'}
+    )
+    done = tree.script("run", "--backend", "mooncake", LIBRARIES_MISSING="1", PATH=path)
+    assert done.returncode == 0, done.stderr
+    (installed,) = [call for call in tree.calls if call.startswith("apt-get install")]
+    assert installed.endswith(" libibverbs1 libnuma1 libcurl4")
+    assert tree.installed == ["[mooncake,torch]"]
+
+
+def test_what_mooncake_needs_is_named_to_others(tree: Tree, tmp_path: Path) -> None:
+    """The demo with mooncake cannot be shown then; the tests leave it out."""
+    path = pretended(tmp_path, {"id": "echo 1000", "dpkg-query": "exit 1"})
+    done = tree.script("run", "--backend", "mooncake", LIBRARIES_MISSING="1", PATH=path)
+    assert done.returncode == 2
+    assert "please install them: libibverbs1 libnuma1 libcurl4" in done.stderr
+    assert not tree.installed
+    done = tree.script("test", LIBRARIES_MISSING="1", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "these Debian packages are missing: libibverbs1 libnuma1 libcurl4" in done.stderr
     assert tree.installed == ["[dev,nixl,torch]"]
+
+
+def pretended(directory: Path, programs: dict[str, str]) -> str:
+    """Make programs of shell code; the search path that finds them first."""
+    place = directory / "programs"
+    place.mkdir()
+    for name, code in programs.items():
+        (place / name).write_text(f"#!/bin/sh\n{code}\n")
+        (place / name).chmod(0o755)
+    return f"{place}:{os.environ['PATH']}"
 
 
 def test_a_host_without_python_is_told_what_to_install(tree: Tree, tmp_path: Path) -> None:
@@ -200,14 +253,13 @@ def test_a_host_without_python_is_told_what_to_install(tree: Tree, tmp_path: Pat
 
 
 def test_missing_debian_packages_are_named_to_who_may_not_install_them(tree: Tree, tmp_path: Path) -> None:
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "id").write_text("#!/bin/sh\necho 1000\n")
-    (programs / "dpkg-query").write_text(
-        '#!/bin/sh\nfor name; do :; done\n[ "$name" = here ] && echo "install ok installed"\n'
+    path = pretended(
+        tmp_path,
+        {
+            "id": "echo 1000",
+            "dpkg-query": 'for name; do :; done\n[ "$name" = here ] && echo "install ok installed"',
+        },
     )
-    for program in programs.iterdir():
-        program.chmod(0o755)
     done = subprocess.run(
         [
             "/bin/bash",
@@ -218,7 +270,7 @@ def test_missing_debian_packages_are_named_to_who_may_not_install_them(tree: Tre
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        env={"PATH": path},
     )
     assert done.returncode == 2
     assert done.stderr == "These Debian packages are needed; please install them: libmissing1 libmissing2\n"
