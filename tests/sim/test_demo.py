@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,12 +64,19 @@ def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in output
 
 
-@pytest.mark.nixl
-def test_nixl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "package"),
+    [
+        pytest.param("mooncake", "mooncake", marks=pytest.mark.mooncake),
+        pytest.param("nixl", "nixl_cu12", marks=pytest.mark.nixl),
+    ],
+)
+def test_native_engines(tmp_path: Path, backend: str, package: str) -> None:
     """The same over a native engine (case C07)."""
-    pytest.importorskip("nixl_cu12", reason="there is no nixl wheel here")
-    code, result = show(tmp_path, DemoOptions(backend="nixl", handoffs=60))
-    check_good(code, result, "nixl", 60)
+    if find_spec(package) is None:
+        pytest.skip(f"there is no {backend} wheel here")
+    code, result = show(tmp_path, DemoOptions(backend=backend, handoffs=60))
+    check_good(code, result, backend, 60)
 
 
 def test_a_corrupt_page_a_missing_release_and_a_rank_that_differs_are_all_found(
