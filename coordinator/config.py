@@ -144,7 +144,7 @@ class RankBounds(Section):
 class ReleaseBounds(Section):
     """``[release]``: when the pages of a failed handoff are quiet.
 
-    ``quarantine_bytes`` left out means a tenth of the pool.
+    ``quarantine_bytes`` left out means a tenth of the pools that are sent from.
     """
 
     settle_s: Pause = 5.0

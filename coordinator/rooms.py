@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.groups import Group, Rank
     from coordinator.metrics import Counters
+    from coordinator.quarantine import Quarantine
     from coordinator.release import Releases
     from coordinator.transfers import Transfers
 
@@ -79,6 +80,7 @@ class Rooms:
         self.unreleased: set[Handoff] = set()
         self.draining = False
         self.releases: Releases
+        self.quarantine: Quarantine
         self.overflowed: Callable[[Group], None]
         self.met: Callable[[Handoff], None] = lambda _: None
         self.release: Callable[[Group, int, int], None] = self._release
@@ -283,6 +285,7 @@ class Rooms:
 
     def revoke(self, handoff: Handoff, moves: tuple[int, ...]) -> None:
         """Tell the workers that these moves need not be started any more."""
+        self.quarantine.hold(handoff, sum(flight.size_bytes for flight in handoff.flights.values()))
         self._transfers.revoke(handoff, moves)
 
     def concluded(self, handoff: Handoff) -> None:
@@ -366,6 +369,8 @@ class Rooms:
     def closed(self, handoff: Handoff) -> None:
         """Forget the handoff."""
         self.unreleased.discard(handoff)
+        if handoff.machine.failure is not None:
+            self.quarantine.let_go(handoff)
 
     def broken(self, handoff: Handoff, error: Exception) -> None:
         """Log a bug; the pages of this handoff stay held."""

@@ -20,6 +20,7 @@ from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
 from coordinator.private import PrivateDirectory
+from coordinator.quarantine import Quarantine
 from coordinator.reasons import Reason
 from coordinator.reattach import Reattach
 from coordinator.release import Releases
@@ -79,6 +80,7 @@ class Service:
         self.rooms.release = self.reattach.release
         self.transfers.confirm_alive = self.membership.confirm_alive
         self.rooms.releases = self.releases
+        self.quarantine = self.rooms.quarantine = Quarantine(self._quarantine_budget)
         self.rooms.overflowed = self.membership.lag
         self.addresses: list[str] = []
         self._bound: list[str] = []
@@ -216,6 +218,14 @@ class Service:
         worker.kill(f"{rank.name} is dead")
         await worker.stop()
         self.transfers.dismiss(rank)
+
+    def _quarantine_budget(self) -> int:
+        """What is configured, or a tenth of the pools that are sent from; in bytes."""
+        configured = self.config.release.quarantine_bytes
+        if configured is not None:
+            return configured
+        pools = [crew.worker.rank.hello.pool.size_bytes for crew in self.transfers.crews.values()]
+        return sum(pools) // 10
 
     def _worker_settings(self, rank: Rank, token: str) -> WorkerSettings:
         hello = rank.hello

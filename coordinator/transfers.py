@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from coordinator.events import Moved, MoveFailed, MoveQuiet, StartMove
 from coordinator.logs import get_logger
 from coordinator.messages import (
+    PAGE_BYTES,
     Connected,
     ConnectFailed,
     ConnectPeer,
@@ -89,10 +90,11 @@ class Flight:
     quiet; ``ended`` whether the worker reported its end.
     """
 
-    __slots__ = ("ended", "handoff", "move", "number", "route", "settled")
+    __slots__ = ("ended", "handoff", "move", "number", "route", "settled", "size_bytes")
 
-    def __init__(self, number: int, handoff: Handoff, move: int, route: Route) -> None:
-        """A move that was just handed over."""
+    def __init__(self, number: int, handoff: Handoff, move: int, route: Route, size_bytes: int) -> None:
+        """A move of ``size_bytes`` that was just handed over."""
+        self.size_bytes = size_bytes
         self.number = number
         self.handoff = handoff
         self.move = move
@@ -229,7 +231,8 @@ class Transfers:
             # In the pause before the next attempt to connect: fail fast, it may go elsewhere.
             self._refuse(handoff, move, Reason.CONNECT, f"{route.name} is down: {route.trouble}")
             return
-        flight = Flight(next(self._numbers), handoff, move.move, route)
+        size_bytes = len(move.source_pages) // PAGE_BYTES * crew.worker.rank.group.page_bytes
+        flight = Flight(next(self._numbers), handoff, move.move, route, size_bytes)
         self.flights[flight.number] = route.flights[flight.number] = flight
         handoff.flights[move.move] = flight
         if route.state is RouteState.UP:

@@ -50,7 +50,7 @@ def test_every_key_of_the_configuration_stands_there_with_its_default() -> None:
     }
     actual = dict(settings())
     assert list(told) == list(actual)
-    words = {"none": ..., "a tenth of each pool": None}
+    words = {"none": ..., "a tenth of the pools": None}
     assert {key: words.get(str(value), value) for key, value in told.items()} == actual
 
 
@@ -68,8 +68,6 @@ def test_what_is_called_reserved_is_not_used_and_the_rest_is() -> None:
     given = {reason.value for reason in Reason if _uses(rf"\bReason\.{reason.name}\b") > 1}
     assert reserved == {reason.value for reason in Reason} - given
     keys = {key.strip("`"): meaning for key, _, meaning in table(section("Configuration"), "key")}
-    assert "reserved" in keys["release.quarantine_bytes"]
-    assert _uses(r"\.quarantine_bytes\b") == 0
     assert "refused" in keys["backend.hosting"]
 
 
