@@ -189,7 +189,7 @@ class Proxy:
         ends: list[asyncio.StreamWriter] = []
         task = self._loop.create_task(self._carry(client, ends))
         self._connections[task] = ends
-        task.add_done_callback(self._ended)
+        task.add_done_callback(lambda task: self._ended(task, client))
 
     async def _carry(self, client: socket.socket, ends: list[asyncio.StreamWriter]) -> None:
         """Carry one connection; both its ends are noted in ``ends``."""
@@ -203,12 +203,12 @@ class Proxy:
                 group.create_task(self.down.carry(target_reader, writer))
         except* OSError:
             pass  # one end is gone: so is the other
-        finally:
-            if not ends:
-                client.close()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        for end in self._connections.pop(task, []):
+    def _ended(self, task: asyncio.Task[None], client: socket.socket) -> None:
+        ends = self._connections.pop(task, None)
+        if ends == []:
+            client.close()  # it was cancelled before anything
+        for end in ends or ():
             end.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -226,8 +226,9 @@ class Proxy:
 
     async def _vanish(self) -> None:
         # Nobody carries for them any more, but their sockets stay open.
-        for task in list(self._connections):
-            self._vanished.append(self._connections.pop(task))
+        for task, ends in list(self._connections.items()):
+            if ends:
+                self._vanished.append(self._connections.pop(task))
             task.cancel()
 
     async def _refuse(self) -> None:
