@@ -51,11 +51,18 @@ class MembershipEvents(Protocol):
 
 
 class Membership:
-    """All groups and their ranks."""
+    """All groups and their ranks.
+
+    Attributes:
+        groups: by name.
+        gathers_until_s: until then the ranks of a former coordinator may be on their way back.
+
+    """
 
     def __init__(self, config: Config, counters: Counters, events: MembershipEvents) -> None:
         """Start with no group."""
         self.groups: dict[str, Group] = {}
+        self.gathers_until_s = 0.0
         self._config = config
         self._counters = counters
         self._events = events
@@ -69,6 +76,11 @@ class Membership:
         problem = self.unusable(hello)
         if problem is not None:
             return self.refused(hello, "hello", problem, fatal=True)
+        problem = self._incompatible(hello)
+        if problem is not None:
+            # While ranks are still coming back to a new coordinator, one that fits may be among them.
+            gathering = asyncio.get_running_loop().time() < self.gathers_until_s
+            return self.refused(hello, "hello", problem, fatal=not gathering)
         group = self.found(hello)
         if group is None:
             bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
@@ -217,12 +229,7 @@ class Membership:
 
     def unusable(self, hello: Hello) -> str | None:
         """Say in one sentence why this hello can never be accepted as things are."""
-        return (
-            self._malformed(hello)
-            or self._unmappable(hello)
-            or self._unlike(hello)
-            or self._incompatible(hello)
-        )
+        return self._malformed(hello) or self._unmappable(hello) or self._unlike(hello)
 
     def _malformed(self, hello: Hello) -> str | None:
         """Look at the hello by itself."""
@@ -280,7 +287,12 @@ class Membership:
         return f"group {group.name} is registered otherwise: {', '.join(different)}"
 
     def _incompatible(self, hello: Hello) -> str | None:
-        """Compare with the groups of the other side: one of them at least must fit."""
+        """Compare with the groups of the other side: one of them at least must fit.
+
+        A group that is known was accepted once, whoever of the other side is there today.
+        """
+        if hello.group in self.groups:
+            return None
         others = [group for group in self.groups.values() if group.role is not hello.role and group.live]
         problems = []
         for group in others:

@@ -79,6 +79,7 @@ class Reattach:
     def start(self) -> None:
         """Begin the time in which groups may come back."""
         self._over_s = asyncio.get_running_loop().time() + self._config.rank.reattach_s
+        self._membership.gathers_until_s = self._over_s
 
     def close(self) -> None:
         """Stop all clocks."""
