@@ -10,7 +10,7 @@ Theory of operation
     settled. Data flows by WRITE only, from our memory into the peer's.
 
 Threads
-    ``Backend`` methods are called from one thread, except ``connect``, which may run in any.
+    ``Backend`` methods are called from one thread at a time, except ``connect``, which may run in any.
     A ``Link`` and its transfers belong to the thread that called ``connect``. Any call may
     block; a call that blocks must hold up no other link.
 
@@ -278,3 +278,11 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Fence all links, give the memory back. The object cannot be used afterwards."""
+
+    def silent(self) -> bool:
+        """Whether it is proven that no byte lands any more in what this side had registered.
+
+        Asked after ``close``, again and again until it is so. A backend that cannot prove it says
+        false for ever: then the memory must not be used again for anything else.
+        """
+        return False

@@ -34,7 +34,7 @@ from backends.base import (
 )
 from backends.descriptors import check_parts
 from backends.faults import FaultScript
-from backends.loopback_memory import Endpoint, PeerRegion, RemoteRegion, hold, map_regions
+from backends.loopback_memory import Endpoint, PeerRegion, RemoteRegion, map_regions, open_gate
 from backends.memory import check_region
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from backends.base import BlockIndex, Grid, Part, Region
     from backends.faults import Fault
+    from backends.gate import Gate
 
     Bytes = NDArray[np.uint8]
 
@@ -160,13 +161,12 @@ class LoopbackLink(Link):
         fault = self._fault_of_write()
         with self._lock:
             self._check_open()
-            if not self.peer_alive():
-                raise self._gone()
             if len(self._moving) >= LoopbackBackend.capabilities.max_outstanding_per_peer:
                 message = f"{len(self._moving)} transfers to {self.peer} are outstanding already"
                 raise TransferError(message)
             transfer = LoopbackTransfer(self, parts, fault)
-            transfer.advance()
+            if not self._step(transfer):
+                raise self._gone()
             if not transfer.settled:
                 self._moving.add(transfer)
         return transfer
@@ -176,9 +176,7 @@ class LoopbackLink(Link):
         with self._lock:
             if transfer not in self._moving:
                 return
-            if self.peer_alive():
-                transfer.advance()
-            else:
+            if not self._step(transfer):
                 transfer.end(self._gone())
             if transfer.settled:
                 self._moving.discard(transfer)
@@ -203,6 +201,17 @@ class LoopbackLink(Link):
     def peer_alive(self) -> bool:
         """Whether every region of the peer still has its owner."""
         return all(region.alive() for region in self._remote)
+
+    def _step(self, transfer: LoopbackTransfer) -> bool:
+        """Take a transfer one step on, inside the peer's gates; false when its owner is gone."""
+        try:
+            inside = all([region.enter() for region in self._remote])
+            if inside:
+                transfer.advance()
+        finally:
+            for region in self._remote:
+                region.leave()
+        return inside
 
     def copy(self, part: Part, blocks: slice) -> None:
         """Copy some blocks of a checked part."""
@@ -257,7 +266,7 @@ class LoopbackBackend(Backend):
         self._regions: list[Region] = []
         # Shared with the links, which so learn of later regions.
         self._memory: list[Bytes] = []
-        self._held: list[int] = []
+        self._gates: list[Gate] = []
         self._links: list[LoopbackLink] = []
         # ``connect`` runs in any thread.
         self._links_lock = threading.Lock()
@@ -271,7 +280,7 @@ class LoopbackBackend(Backend):
         self._check_started()
         check_region(region, self._regions)
         if region.path is not None:
-            self._held.append(hold(region, region.path))
+            self._gates.append(open_gate(region, region.path))
         elif not self._sends:
             message = "loopback can only receive into a file in /dev/shm; the region names none"
             raise InvalidTransferError(message)
@@ -286,7 +295,11 @@ class LoopbackBackend(Backend):
         if not all(region.path for region in self._regions):
             message = "a region without a file in /dev/shm cannot be written into by others"
             raise BackendError(message)
-        regions = tuple(RemoteRegion(region.path or "", region.size_bytes) for region in self._regions)
+        # All have a file, and so each has a gate.
+        regions = tuple(
+            RemoteRegion(region.path or "", region.size_bytes, gate.number)
+            for region, gate in zip(self._regions, self._gates, strict=True)
+        )
         return msgspec.msgpack.encode(Endpoint(self.agent, regions))
 
     def connect(self, peer: str, endpoint: bytes) -> Link:
@@ -315,9 +328,12 @@ class LoopbackBackend(Backend):
         finally:
             self._memory.clear()
             self._regions.clear()
-            for descriptor in self._held:
-                os.close(descriptor)
-            self._held.clear()
+            for gate in self._gates:
+                gate.shut()
+
+    def silent(self) -> bool:
+        """See ``Backend.silent``."""
+        return not self._started and all(gate.is_empty() for gate in self._gates)
 
     def _check_started(self) -> None:
         """Refuse a call before ``start`` or after ``close``."""

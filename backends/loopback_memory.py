@@ -1,13 +1,13 @@
 """The memory of a loopback peer: how an endpoint names it, how it is mapped, who holds it.
 
-How a dead peer is noticed: whoever registers a file holds a shared ``flock`` on it, which the
-kernel drops when the last process that has the descriptor dies. A sender that is given the
-exclusive lock knows that nobody is there. So a process that registered must not be forked.
+Whoever registers a file opens a gate on it (``backends.gate``), which the kernel shuts when the last
+process that has the descriptor dies; so a process that registered must not be forked. A sender goes
+through it for each copy. A gate that is shut and empty is the proof that nobody copies into the file
+on account of an endpoint that was handed out before.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from typing import Annotated
@@ -16,14 +16,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from backends.base import ConnectError, InvalidTransferError, Region
+from backends.gate import Gate, Passage
 from backends.memory import maps_file, open_shared
 
 
 class RemoteRegion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A registered region, as a peer finds it."""
+    """A registered region, as a peer finds it; ``gate`` is the number of its owner's gate."""
 
     path: Annotated[str, Meta(max_length=255)]
     size_bytes: Annotated[int, Meta(ge=1, le=2**62)]
+    gate: Annotated[int, Meta(ge=0, lt=2**40)] = 0
 
 
 class Endpoint(Struct, frozen=True, array_like=True, tag="loopback", forbid_unknown_fields=True):
@@ -50,22 +52,27 @@ class PeerRegion:
             os.close(self._descriptor)
             message = f"{remote.path!r} cannot be mapped: {error}"
             raise InvalidTransferError(message) from error
+        self._passage = Passage(self._descriptor, remote.gate)
 
     def alive(self) -> bool:
-        """Whether its owner lives and has not cut the file short (we would crash on a write)."""
-        if os.fstat(self._descriptor).st_size != self._size_bytes:
-            return False
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return False
+        """Whether its owner is there and has not cut the file short (we would crash on a write)."""
+        return self._is_whole() and self._passage.is_open()
+
+    def enter(self) -> bool:
+        """Go in, to copy; false when there is nobody to copy to."""
+        return self._is_whole() and self._passage.enter()
+
+    def leave(self) -> None:
+        """The copy is over. Calling it twice is fine."""
+        self._passage.leave()
 
     def close(self) -> None:
         """Unmap it; the caller sees to it that nothing copies any more."""
         self.memory.close()
-        os.close(self._descriptor)
+        self._passage.close()
+
+    def _is_whole(self) -> bool:
+        return os.fstat(self._descriptor).st_size == self._size_bytes
 
 
 def map_regions(peer: str, endpoint: bytes) -> list[PeerRegion]:
@@ -92,10 +99,8 @@ def map_regions(peer: str, endpoint: bytes) -> list[PeerRegion]:
     return regions
 
 
-def hold(region: Region, path: str) -> int:
-    """Take the lock that says that we live, on the file that must be behind ``region``.
-
-    Returns the descriptor that holds it; closing it lets go.
+def open_gate(region: Region, path: str) -> Gate:
+    """Open a gate on the file that must be behind ``region``.
 
     Raises:
         InvalidTransferError: the path is not acceptable, or the region is not a mapping of it.
@@ -106,6 +111,4 @@ def hold(region: Region, path: str) -> int:
         os.close(descriptor)
         message = f"the region at {region.address:#x} is not a mapping of {path!r}"
         raise InvalidTransferError(message)
-    # A sender that probes has it for microseconds: wait.
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
+    return Gate(descriptor)

@@ -46,8 +46,9 @@ from backends.base import Backend, BackendError, Capabilities, ConnectError, Reg
 from backends.memory import check_region
 from backends.mooncake_endpoint import Endpoint, RemoteRegion, decode
 from backends.mooncake_engine import Engine, EngineSettings, find_engine, load_engine
-from backends.mooncake_link import MAX_OUTSTANDING, PROBE_BYTES, MooncakeLink
+from backends.mooncake_link import MAX_OUTSTANDING, MooncakeLink
 from backends.mooncake_presence import Presence, PresenceListener
+from backends.mooncake_warmup import SCRAP_BYTES, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +72,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
         device: RDMA devices, for example ``"mlx5_0"``, separated by commas; empty: all.
         peer_timeout_s: after how long a peer that takes no bytes, or whose host is silent, counts as
             lost; rounded up to whole seconds.
-        connect_timeout_s: how long each step of ``connect`` waits for an answer.
+        connect_timeout_s: how long each of the two steps of ``connect`` waits for an answer.
 
     """
 
@@ -132,7 +133,7 @@ class MooncakeBackend(Backend):
         self._listener: PresenceListener | None = None
         self._scrap_memory = mmap.mmap(-1, mmap.PAGESIZE)
         address = np.frombuffer(self._scrap_memory, np.uint8).ctypes.data
-        self._scrap = Region(address, PROBE_BYTES)
+        self._scrap = Region(address, SCRAP_BYTES)
         self._links: list[MooncakeLink] = []
         # ``connect`` runs in any thread.
         self._links_lock = threading.Lock()
@@ -232,13 +233,12 @@ class MooncakeBackend(Backend):
             )
             undo.callback(presence.close)
             engine = self._new_engine()
-            undo.callback(engine.destroy)
+            undo.callback(_abandon, engine)
             for region in (*self._regions, self._scrap):
                 engine.register(region)
-            link = MooncakeLink(peer, engine, presence, self._regions, remote)
-            link.warm_up(self._scrap.address, timeout_s)
+            warm_up(engine, remote, self._scrap.address, timeout_s)
             undo.pop_all()
-        return link
+        return MooncakeLink(peer, engine, presence, self._regions, remote)
 
     def _check_started(self) -> None:
         """Refuse a call before ``start`` or after ``close``."""
@@ -270,3 +270,14 @@ class MooncakeBackend(Backend):
         if self._listener is None:
             self._listener = PresenceListener(self._settings.host)
         return self._receiver, self._listener
+
+
+def _abandon(engine: Engine) -> None:
+    """Destroy an engine that did not get to know its peer, or leave it to the call that is stuck in it.
+
+    It has nothing to read but our scrap.
+    """
+    try:
+        engine.destroy()
+    except BackendError as error:
+        logger.warning("%s; it ends with its last call", error)

@@ -32,7 +32,7 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="mooncake", forbid_unkn
         presence_port: where it says whether it is still ``incarnation``.
         incarnation: random bytes that no other process has.
         regions: in the order of their registration.
-        probe: address of a scrap of memory into which a new link writes, to make the connection.
+        scrap: address of a few bytes into which a new link writes, to make the connection.
 
     """
 
@@ -43,7 +43,7 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="mooncake", forbid_unkn
     presence_port: Port
     incarnation: Annotated[bytes, Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
     regions: Annotated[tuple[RemoteRegion, ...], Meta(max_length=4096)]
-    probe: Annotated[int, Meta(ge=1, le=2**62)]
+    scrap: Annotated[int, Meta(ge=1, le=2**62)]
 
     def __post_init__(self) -> None:
         """Refuse a host that is no address: the engine would look any name up."""

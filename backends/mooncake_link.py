@@ -40,14 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Length of the scrap of memory that every backend keeps for probes.
-PROBE_BYTES: Final = 8
 #: Enough to keep the lanes busy between two polls.
 MAX_OUTSTANDING: Final = 16
 #: Longer runs are cut: all lanes have work, and what a fence cuts off is short. Measured over loopback: 1 to
 #: 16 MiB are equally fast.
 _PIECE_BYTES: Final = 4 << 20
-_PROBE_POLL_S: Final = 0.0002
 _FENCE_WAIT_S: Final = 5.0
 #: How long a peer may take to say that it is there, after a write failed.
 _ANSWER_S: Final = 1.0
@@ -129,25 +126,8 @@ class MooncakeLink(Link):
         self._asked_s = 0.0
         self._lock = threading.Lock()
         self.fenced = False
-
-    def warm_up(self, scrap: int, timeout_s: float) -> None:
-        """Make the connection: call the peer's engine, and write a few bytes where none depends on them.
-
-        Raises:
-            BackendError: the engine there does not answer.
-
-        """
-        end_s = time.monotonic() + timeout_s
-        self._engine.probe(self._remote.engine)
-        number = self._engine.submit(self._remote.engine, scrap, self._remote.probe, PROBE_BYTES)
-        while (done := self._engine.ended(number)) is None:
-            if time.monotonic() > end_s:
-                message = f"its engine did not answer within {timeout_s:g} s"
-                raise BackendError(message)
-            time.sleep(_PROBE_POLL_S)
-        if not done:
-            message = "its engine takes no writes; the messages of ours are on stderr"
-            raise BackendError(message)
+        # Why it was.
+        self._end = ""
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""
@@ -156,7 +136,7 @@ class MooncakeLink(Link):
             if not self.fenced:
                 self._look()
             if self.fenced:
-                message = f"the link to {self.peer} was fenced or its peer is gone; connect anew"
+                message = f"{self._end}; connect anew"
                 raise PeerDisconnectedError(message)
             if len(self._moving) >= MAX_OUTSTANDING:
                 message = f"{len(self._moving)} transfers to {self.peer} are outstanding already"
@@ -300,6 +280,7 @@ class MooncakeLink(Link):
         self._engine.destroy()
         self._presence.close()
         self.fenced = True
+        self._end = str(error)
         for transfer in self._moving:
             transfer.end(error)
         self._moving.clear()

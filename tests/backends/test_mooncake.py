@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -311,6 +312,25 @@ def test_a_stopped_peer_cannot_be_connected(make_peer: MakePeer, make_sender: Ma
         backend.connect("peer", peer.endpoint)
     peer.go_on()
     backend.connect("peer", peer.endpoint)
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """The call takes a minute by itself; another link goes on meanwhile; case C26."""
+    backend = make_sender(make_memory(MIB, seed=1))
+    link = backend.connect("peer", peer.endpoint)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = changed(peer.endpoint, port=mute.getsockname()[1])
+        with ThreadPoolExecutor() as threads:
+            started_s = time.monotonic()
+            connecting = threads.submit(backend.connect, "peer-again", endpoint)
+            until_done(link.write([whole(MIB)]))
+            assert not connecting.done()
+            with pytest.raises(ConnectError, match="did not answer within 1 s"):
+                connecting.result()
+            assert time.monotonic() - started_s < PATIENCE_S
+        mute.accept()[0].close()
 
 
 def test_a_peer_that_stays_stopped_is_lost(
