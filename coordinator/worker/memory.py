@@ -71,16 +71,16 @@ class MappedPool:
 
 
 def _lock(descriptor: int) -> None:
-    """Wait until nobody else has the file locked, and lock it.
+    """Wait until nobody else has the file's first byte locked, and lock it.
 
-    An open-file-description lock: it goes with this descriptor alone, and does not meet the
-    ``flock`` that a backend may use on the same file for reasons of its own.
+    An open-file-description lock: it goes with this descriptor alone. Backends lock other bytes of
+    the same file, or use ``flock``, for reasons of their own; these do not meet.
     """
-    whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    first_byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     deadline_s = time.monotonic() + LOCK_S
     while True:
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, first_byte)
         except BlockingIOError as error:
             if time.monotonic() >= deadline_s:
                 message = f"another worker has had it for {LOCK_S:g} s"
