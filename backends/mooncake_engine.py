@@ -197,7 +197,7 @@ class Engine:
         """
         what = f"memory at {region.address:#x} cannot be registered"
         with _mapped(what):
-            code = self._native.register_memory(region.address, region.size_bytes)
+            code = self._living().register_memory(region.address, region.size_bytes)
         if code == _OVERLAPS:
             message = f"{what}: it overlaps another region"
             raise InvalidTransferError(message)
@@ -213,7 +213,7 @@ class Engine:
 
         """
         with _mapped(f"the engine at {name} cannot be called"):
-            code = self._native.send_probe(name)
+            code = self._living().send_probe(name)
         if code != 0:
             message = f"the engine at {name} does not answer (error {code})"
             raise BackendError(message)
@@ -228,7 +228,7 @@ class Engine:
 
         """
         with _mapped("the engine refused the write"):
-            number = int(self._native.transfer_submit_write(name, source, destination, size_bytes))
+            number = int(self._living().transfer_submit_write(name, source, destination, size_bytes))
         # Zero is what it returns when it cannot find the peer.
         if number <= 0:
             message = f"the engine refused the write (error {number})"
@@ -241,8 +241,15 @@ class Engine:
         An id that has ended either way does not read its source any more.
         """
         with _mapped("the engine cannot say what became of a write"):
-            code = self._native.transfer_check_status(number)
+            code = self._living().transfer_check_status(number)
         return None if code == 0 else bool(code > 0)
+
+    def _living(self) -> Any:  # noqa: ANN401 - the native module has no types
+        """The native engine; not after its end, when an abandoned first contact may still ask for it."""
+        if self._native is None:
+            message = "the engine is destroyed"
+            raise BackendError(message)
+        return self._native
 
     def destroy(self) -> None:
         """Destroy the native engine: on return it reads and writes nothing any more.

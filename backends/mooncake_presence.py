@@ -14,6 +14,7 @@ it hangs up. Every byte that follows is answered by another ``+``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import selectors
@@ -101,10 +102,9 @@ class Presence:
     def ask(self) -> int:
         """Put a question; it is answered when ``answers`` has reached the number returned."""
         self._asked += 1
-        try:
+        # What is wrong, if it cannot be sent, ``lost`` finds out; else the answer will be missed.
+        with contextlib.suppress(OSError):
             self._socket.send(_ASK)
-        except OSError as error:
-            self._lost = self._lost or str(error)
         return self._asked
 
     def lost(self) -> str:
@@ -115,7 +115,7 @@ class Presence:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._lost = str(error)
+                self._lost = f"its connection is broken ({error.strerror})"
             else:
                 self.answers += len(answer)
                 if not answer:

@@ -427,6 +427,21 @@ def end_of(engine: Engine, number: int) -> bool:
     return end[0]
 
 
+def test_an_engine_that_is_destroyed_is_not_called(make_memory: MakeMemory) -> None:
+    """It would crash the process."""
+    engine = bare_engine()
+    engine.destroy()
+    engine.destroy()
+    for call in (
+        lambda: engine.submit("127.0.0.1:1", 1, 1, 1),
+        lambda: engine.ended(1),
+        lambda: engine.probe("127.0.0.1:1"),
+        lambda: engine.register(make_memory(MIB).region),
+    ):
+        with pytest.raises(BackendError, match="destroyed"):
+            call()
+
+
 # --- fences ------------------------------------------------------------------------------------
 
 
