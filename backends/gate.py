@@ -95,9 +95,11 @@ class Passage:
         return self._descriptor >= 0 and holder(self._descriptor, _open_byte(self._number)) is not None
 
     def enter(self) -> bool:
-        """Go in; false when the gate is shut, and then nothing may be written. Twice is fine."""
+        """Go in, unless inside already; false when the gate is shut: then nothing may be begun."""
         if self._descriptor < 0:
             return False
+        if self._inside:
+            return self.is_open()  # What was begun is still there: only its end lets us leave.
         # In this order: whoever shuts the gate and then looks must see who had found it open.
         self._inside = try_lock(self._descriptor, _entered_byte(self._number), shared=True)
         if self._inside and not self.is_open():

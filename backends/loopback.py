@@ -205,7 +205,7 @@ class LoopbackLink(Link):
     def _step(self, transfer: LoopbackTransfer) -> bool:
         """Take a transfer one step on, inside the peer's gates; false when its owner is gone."""
         try:
-            inside = all([region.enter() for region in self._remote])
+            inside = all(region.enter() for region in self._remote)
             if inside:
                 transfer.advance()
         finally:

@@ -111,6 +111,18 @@ def open_shared(path: str, size_bytes: int) -> int:
     return descriptor
 
 
+def this_host() -> str:
+    """Name this host and our PID namespace; processes with the same name may copy into each other.
+
+    Where the kernel does not tell, it is a name that every such host has.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot_id}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
 def _mappings() -> list[Mapping]:
     """All mappings of this process, by rising address."""
     found = []

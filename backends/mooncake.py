@@ -219,6 +219,11 @@ class MooncakeBackend(Backend):
             self._regions.clear()
             self._module = None
 
+    def silent(self) -> bool:
+        """See ``Backend.silent``: over TCP our own engine writes what arrives, and it is destroyed."""
+        is_closed = self._module is None and self._receiver is None
+        return is_closed and self._settings.protocol == "tcp"
+
     def _connect(self, peer: str, remote: Endpoint) -> MooncakeLink:
         """Make a link whose engine has met the peer's."""
         timeout_s = self._settings.connect_timeout_s

@@ -10,6 +10,13 @@ Settled
     transfer settles when it is done or its agent is destroyed. When the peer is lost the link is
     dead anyhow, and fences itself at once. After any other error only ``fence`` settles the transfer.
 
+Silent
+    Over TCP and RDMA nothing lands any more once the receiving agent is destroyed. But on one host a
+    sender may copy by itself (CMA), and then a write that was posted after that destruction lands
+    whole, as an error. So writers that are able to must go through a gate on the memory's file
+    (``backends.gate``). One that cannot find the file says so, in the probe with which its link
+    begins, and this side is never silent then.
+
 Sizes
     NIXL does not check that memory is really there, nor zero lengths; all of it is checked before.
 
@@ -28,10 +35,32 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from backends.base import Backend, BackendError, Capabilities, ConnectError, Region, fence_all
-from backends.memory import check_region
+from backends.base import (
+    Backend,
+    BackendError,
+    Capabilities,
+    ConnectError,
+    InvalidTransferError,
+    Region,
+    fence_all,
+)
+from backends.gate import Gate, Passage
+from backends.memory import check_region, open_shared, this_host
 from backends.nixl_engine import Agent, AgentSettings, find_bindings, load_bindings
-from backends.nixl_link import MAX_OUTSTANDING, PROBE_BYTES, Endpoint, NixlLink, as_region, as_remote, decode
+from backends.nixl_link import (
+    GUARDED,
+    MAX_OUTSTANDING,
+    PROBE,
+    PROBE_BYTES,
+    SCRAP_BYTES,
+    UNGUARDED,
+    Endpoint,
+    GateAddress,
+    NixlLink,
+    as_region,
+    as_remote,
+    decode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,8 +123,11 @@ class NixlBackend(Backend):
         self._regions: list[Region] = []
         self._receiver: Agent | None = None
         self._scrap_memory = mmap.mmap(-1, mmap.PAGESIZE)
-        address = np.frombuffer(self._scrap_memory, np.uint8).ctypes.data
-        self._scrap = Region(address, PROBE_BYTES)
+        scrap = np.frombuffer(self._scrap_memory, np.uint8)
+        scrap[PROBE_BYTES * PROBE : SCRAP_BYTES] = 1
+        self._scrap = Region(scrap.ctypes.data, SCRAP_BYTES)
+        self._gate: Gate | None = None
+        self._gate_address: GateAddress | None = None
         self._numbers = count(1)
         self._links: list[NixlLink] = []
         # ``connect`` runs in any thread.
@@ -117,6 +149,9 @@ class NixlBackend(Backend):
         check_region(region, self._regions, ("host", "cuda"))
         if self._receiver is not None:
             self._receiver.register(region)
+        if self._gate is None and region.path is not None and not self._sends:
+            self._gate = Gate(open_shared(region.path, region.size_bytes))
+            self._gate_address = GateAddress(region.path, region.size_bytes, self._gate.number, this_host())
         self._regions.append(region)
         return len(self._regions) - 1
 
@@ -126,7 +161,9 @@ class NixlBackend(Backend):
         metadata = self._receiving_agent().metadata()
         regions = tuple(as_remote(region) for region in self._regions)
         scrap = as_remote(self._scrap)
-        return msgspec.msgpack.encode(Endpoint(self.agent, metadata, zlib.crc32(metadata), regions, scrap))
+        return msgspec.msgpack.encode(
+            Endpoint(self.agent, metadata, zlib.crc32(metadata), regions, scrap, self._gate_address)
+        )
 
     def connect(self, peer: str, endpoint: bytes) -> Link:
         """See ``Backend.connect``; it waits until the peer's engine has answered."""
@@ -135,16 +172,19 @@ class NixlBackend(Backend):
             message = "connect needs an engine started with sends=True"
             raise BackendError(message)
         remote = decode(peer, endpoint)
+        passage, block = _passage(remote.gate)
         agent = None
         try:
             agent = self._new_agent(f"{self.agent}>{peer}#{next(self._numbers)}", None)
             for region in (*self._regions, self._scrap):
                 agent.register(region)
-            link = NixlLink(peer, agent, self._regions, remote)
-            link.probe(self._scrap, as_region(remote.probe), self._settings.connect_timeout_s)
+            link = NixlLink(peer, agent, self._regions, remote, passage)
+            link.probe(self._scrap, as_region(remote.probe), block, self._settings.connect_timeout_s)
         except BackendError as error:
             if agent is not None:
                 agent.destroy()
+            if passage is not None:
+                passage.close()
             message = f"{peer} cannot be reached: {error}"
             raise ConnectError(message) from error
         with self._links_lock:
@@ -163,6 +203,14 @@ class NixlBackend(Backend):
                 self._receiver = None
             self._regions.clear()
             self._bindings = None
+            if self._gate is not None:
+                self._gate.shut()
+
+    def silent(self) -> bool:
+        """See ``Backend.silent``; memory that has no file is never known to be."""
+        is_closed = self._bindings is None and self._receiver is None
+        unguarded = any(self._scrap_memory[PROBE_BYTES * UNGUARDED :][:PROBE_BYTES])
+        return is_closed and not unguarded and self._gate is not None and self._gate.is_empty()
 
     def _check_started(self) -> None:
         """Refuse a call before ``start`` or after ``close``."""
@@ -186,3 +234,13 @@ class NixlBackend(Backend):
                 agent.register(region)
             self._receiver = agent
         return self._receiver
+
+
+def _passage(gate: GateAddress | None) -> tuple[Passage | None, int]:
+    """Find the way through a peer's gate; returns it, and the block for the probe that says so."""
+    if gate is None or gate.host != this_host():
+        return None, GUARDED
+    try:
+        return Passage.at(gate.path, gate.size_bytes, gate.number), GUARDED
+    except InvalidTransferError:
+        return None, UNGUARDED

@@ -29,14 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from backends.base import BlockIndex, Part
+    from backends.gate import Passage
     from backends.nixl_engine import Agent
 
 logger = logging.getLogger(__name__)
 
-#: Length of the scrap of memory that every backend keeps for probes.
+#: Length of a probe, and of a block of the scrap of memory that every backend keeps for them.
 PROBE_BYTES: Final = 8
+#: The blocks of the scrap. Where a link's probe arrives says whether it goes through the gate, where it
+#: must; what is sent comes from the last one.
+GUARDED: Final = 0
+UNGUARDED: Final = 1
+PROBE: Final = 2
+SCRAP_BYTES: Final = 3 * PROBE_BYTES
 MAX_OUTSTANDING: Final = 64
-_PROBE_GRID: Final = Grid(0, 0, PROBE_BYTES, PROBE_BYTES, 1)
+_SCRAP_GRID: Final = Grid(0, 0, PROBE_BYTES, PROBE_BYTES, 3)
 _PROBE_POLL_S: Final = 0.0002
 _FENCE_WAIT_S: Final = 5.0
 _MAX_PREPARED: Final = 128
@@ -51,6 +58,19 @@ class RemoteRegion(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     device: Annotated[int, Meta(ge=0, le=1024)]
 
 
+class GateAddress(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the gate is through which writers on the same host go (``backends.gate``).
+
+    ``host`` names the host and its PID namespace: only processes with the same one can copy into
+    each other's memory by themselves.
+    """
+
+    path: Annotated[str, Meta(max_length=255)]
+    size_bytes: Annotated[int, Meta(ge=1, le=2**62)]
+    number: Annotated[int, Meta(ge=1, lt=2**40)]
+    host: Annotated[str, Meta(max_length=255)]
+
+
 class Endpoint(Struct, frozen=True, array_like=True, tag="nixl", forbid_unknown_fields=True):
     """What ``endpoint()`` returns, as msgpack.
 
@@ -60,6 +80,7 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="nixl", forbid_unknown_
         metadata_crc: of ``metadata``, so that native code never parses a damaged one.
         regions: in the order of their registration.
         probe: a scrap of memory into which a new link writes to see that the peer answers.
+        gate: None when the memory has no file.
 
     """
 
@@ -68,6 +89,7 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="nixl", forbid_unknown_
     metadata_crc: int
     regions: Annotated[tuple[RemoteRegion, ...], Meta(max_length=4096)]
     probe: RemoteRegion
+    gate: GateAddress | None = None
 
 
 def decode(peer: str, endpoint: bytes) -> Endpoint:
@@ -134,14 +156,17 @@ class NixlTransfer(Transfer):
 class NixlLink(Link):
     """An agent of its own, towards one peer."""
 
-    def __init__(self, peer: str, agent: Agent, local: Sequence[Region], remote: Endpoint) -> None:
-        """Learn the peer; ``local`` is registered with ``agent`` already.
+    def __init__(
+        self, peer: str, agent: Agent, local: Sequence[Region], remote: Endpoint, passage: Passage | None
+    ) -> None:
+        """Learn the peer; ``local`` is registered with ``agent`` already, ``passage`` is the link's own.
 
         Raises:
             BackendError: the peer cannot be reached or does not know its own endpoint.
 
         """
         self.peer = peer
+        self._passage = passage
         self._agent = agent
         self._local = list(local)
         self._local_bytes = [region.size_bytes for region in local]
@@ -152,17 +177,17 @@ class NixlLink(Link):
         self.fenced = False
         self._remote_agent = agent.add_peer(remote.metadata)
 
-    def probe(self, scrap: Region, remote: Region, timeout_s: float) -> None:
-        """Write a few bytes where nothing depends on them, and wait for the peer's engine.
+    def probe(self, scrap: Region, remote: Region, block: int, timeout_s: float) -> None:
+        """Write a few bytes to a block of the peer's scrap, and wait for its engine.
 
         Raises:
             BackendError: it is gone or does not answer.
 
         """
-        one = np.zeros(1, np.int32)
-        source = self._agent.prepare(None, scrap, _PROBE_GRID)
-        destination = self._agent.prepare(self._remote_agent, remote, _PROBE_GRID)
-        request = self._agent.make(source, one, destination, one)
+        source = self._agent.prepare(None, scrap, _SCRAP_GRID)
+        destination = self._agent.prepare(self._remote_agent, remote, _SCRAP_GRID)
+        blocks = np.array([PROBE], np.int32), np.array([block], np.int32)
+        request = self._agent.make(source, blocks[0], destination, blocks[1])
         end_s = time.monotonic() + timeout_s
         done = self._agent.post(request)
         while not done:
@@ -186,6 +211,7 @@ class NixlLink(Link):
                 raise TransferError(message)
             if not self._moving and self._agent.prepared_count > _MAX_PREPARED:
                 self._agent.forget_prepared()
+            self._go_in()
             transfer = NixlTransfer(self, self._make(parts))
             self._moving.add(transfer)
             self._ask(transfer, self._agent.post)
@@ -208,6 +234,26 @@ class NixlLink(Link):
         finally:
             self._lock.release()
 
+    def _go_in(self) -> None:
+        """Be inside the peer's gate as long as anything moves; the peer that shut it is gone."""
+        if self._passage is not None and not self._passage.enter():
+            error = self._shut()
+            self._fence_lost(error)
+            raise error
+
+    def _look(self) -> None:
+        """See that the gate is still open: a copy by this host's own means would not notice."""
+        if self._passage is not None and not self._passage.is_open():
+            raise self._shut()
+
+    def _shut(self) -> PeerDisconnectedError:
+        return PeerDisconnectedError(f"{self.peer} is gone: it has shut its memory; connect anew")
+
+    def _rest(self) -> None:
+        """Leave the gate when nothing moves any more."""
+        if self._passage is not None and not self._moving:
+            self._passage.leave()
+
     def _make(self, parts: Sequence[Part]) -> list[int]:
         """Make the requests of a checked write, all or none."""
         requests: list[int] = []
@@ -223,6 +269,7 @@ class NixlLink(Link):
             raise
         except BackendError as error:
             self._agent.release(requests)
+            self._rest()
             message = f"write to {self.peer}: {error}"
             raise TransferError(message) from error
         return requests
@@ -231,6 +278,7 @@ class NixlLink(Link):
         """Post or poll (``call``) the requests of a transfer that moves."""
         moving = []
         try:
+            self._look()
             for request in transfer.requests:
                 if call(request):
                     self._agent.release([request])
@@ -246,6 +294,7 @@ class NixlLink(Link):
             if not moving:
                 self._moving.discard(transfer)
                 transfer.end(None)
+                self._rest()
 
     def _fence_lost(self, error: PeerDisconnectedError) -> None:
         """Fence, because the peer is lost; nobody asked for it, so nobody is told when it fails."""
@@ -261,6 +310,8 @@ class NixlLink(Link):
             return
         self._agent.destroy()
         self.fenced = True
+        if self._passage is not None:
+            self._passage.close()
         for transfer in self._moving:
             transfer.end(error)
         self._moving.clear()
