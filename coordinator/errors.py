@@ -31,6 +31,10 @@ class PoolError(CoordinatorError):
     """A KV pool cannot be allocated, mapped, or does not hold the pages named."""
 
 
+class PoolBusyError(PoolError):
+    """Another worker still sends from the pool; it may be free later."""
+
+
 class RefusedError(CoordinatorError):
     """The coordinator refused a rank's registration; the text says why and what to change."""
 

@@ -240,6 +240,7 @@ class Service:
             world_size=hello.world_size,
             rank=hello.rank,
             heartbeat_s=self.config.rank.heartbeat_s,
+            instance=hello.instance,
         )
 
     async def _stop_workers(self) -> None:

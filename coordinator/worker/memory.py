@@ -7,21 +7,30 @@ first: the path came from outside, and must not lead to any other memory.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import time
 from typing import Final
 
 from backends.base import InvalidTransferError, Region
+from backends.file_locks import Range, try_lock
 from backends.memory import open_shared
-from coordinator.errors import PoolError
+from coordinator.errors import PoolBusyError, PoolError
 from coordinator.worker.settings import POOL_PREFIX, is_pool_path
 
 #: How long a worker waits for its predecessor to be dead, and how often it looks.
 LOCK_S: Final = 10.0
 LOCK_POLL_S: Final = 0.02
+_LOCK_BYTES: Final = 1 << 60
+
+
+def lock_for(instance: int) -> Range:
+    """Return what a worker locks that sends for one life of a rank.
+
+    All of these ranges overlap, so only one worker has the pool; and their lengths differ, so
+    whoever meets the lock sees for which life its holder sends. Backends lock bytes behind them.
+    """
+    return Range(0, _LOCK_BYTES + instance % _LOCK_BYTES)
 
 
 class MappedPool:
@@ -35,12 +44,13 @@ class MappedPool:
 
     """
 
-    def __init__(self, path: str, size_bytes: int) -> None:
-        """Map the file.
+    def __init__(self, path: str, size_bytes: int, instance: int = 0) -> None:
+        """Map the file, to send for the life ``instance`` of its owner.
 
         Raises:
             PoolError: it is not named as a pool, is not a regular file of our own user and of
-                exactly ``size_bytes``, cannot be mapped, or is locked for longer than ``LOCK_S``.
+                exactly ``size_bytes``, or cannot be mapped.
+            PoolBusyError: it is locked for longer than ``LOCK_S``.
 
         """
         if not is_pool_path(path):
@@ -52,9 +62,12 @@ class MappedPool:
             message = f"the pool cannot be mapped: {error}"
             raise PoolError(message) from error
         try:
-            _lock(descriptor)
+            _lock(descriptor, lock_for(instance))
             self._memory = mmap.mmap(descriptor, size_bytes)
-        except (OSError, ValueError, PoolError) as error:
+        except PoolBusyError:
+            os.close(descriptor)
+            raise
+        except (OSError, ValueError) as error:
             os.close(descriptor)
             message = f"the pool {path!r} of {size_bytes} bytes cannot be mapped: {error}"
             raise PoolError(message) from error
@@ -70,21 +83,11 @@ class MappedPool:
         os.close(self._descriptor)
 
 
-def _lock(descriptor: int) -> None:
-    """Wait until nobody else has the file's first byte locked, and lock it.
-
-    An open-file-description lock: it goes with this descriptor alone. Backends lock other bytes of
-    the same file, or use ``flock``, for reasons of their own; these do not meet.
-    """
-    first_byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+def _lock(descriptor: int, wanted: Range) -> None:
+    """Wait until nobody else has the pool locked, and lock it."""
     deadline_s = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, first_byte)
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline_s:
-                message = f"another worker has had it for {LOCK_S:g} s"
-                raise PoolError(message) from error
-            time.sleep(LOCK_POLL_S)
-        else:
-            return
+    while not try_lock(descriptor, wanted):
+        if time.monotonic() >= deadline_s:
+            message = f"the pool cannot be used: another worker has had it for {LOCK_S:g} s"
+            raise PoolBusyError(message)
+        time.sleep(LOCK_POLL_S)

@@ -28,7 +28,7 @@ import zmq
 from backends import registry
 from backends.base import BackendError
 from coordinator import messages
-from coordinator.errors import ConfigError, CoordinatorError, ProtocolError
+from coordinator.errors import ConfigError, CoordinatorError, PoolBusyError, ProtocolError
 from coordinator.messages import Commands, Refused, Reports, Stop, WorkerHello
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.memory import MappedPool
@@ -80,7 +80,7 @@ def _run() -> ExitCode:
         return ExitCode.SETTINGS
     outbox = Outbox()
     try:
-        pool = MappedPool(settings.pool.path, settings.pool.size_bytes)
+        pool = MappedPool(settings.pool.path, settings.pool.size_bytes, settings.instance)
         ours = RankPool(settings.layout, settings.world_size, settings.rank, settings.pool.pages)
         # Started again, it must not be taken for its predecessor by a peer's engine.
         agent = f"{settings.label}-{secrets.token_hex(4)}"
@@ -90,6 +90,9 @@ def _run() -> ExitCode:
     except BackendError as error:
         _log.error("backend %s: %s", settings.backend, error)
         return ExitCode.BACKEND
+    except PoolBusyError as error:
+        _log.error("%s", error)
+        return ExitCode.BUSY
     except CoordinatorError as error:
         _log.error("%s", error)
         return ExitCode.POOL

@@ -39,6 +39,7 @@ class ExitCode(IntEnum):
     POOL = 3
     BACKEND = 4
     REFUSED = 5
+    BUSY = 6
 
 
 class Budget(Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +77,7 @@ class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):
         layout: what that pool looks like.
         world_size: ranks in the group of the pool's owner.
         rank: number of the pool's owner in it.
+        instance: which life of the owner it sends for.
         heartbeat_s: an empty report is sent at least this often.
         budget: how much is handed to the backend at once.
 
@@ -91,6 +93,7 @@ class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
     rank: RankNumber
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)]
+    instance: Annotated[int, Meta(ge=0)] = 0
     budget: Budget = Budget()
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.errors import PoolError
-from coordinator.worker.memory import MappedPool
+from backends.file_locks import holder
+from coordinator.errors import PoolBusyError, PoolError
+from coordinator.worker.memory import MappedPool, lock_for
 from coordinator.worker.settings import is_pool_path, new_pool_path
 
 if TYPE_CHECKING:
@@ -129,8 +130,11 @@ def test_a_second_worker_waits_until_the_first_is_dead(
     pool_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.worker.memory.LOCK_S", 0.1)
-    first = MappedPool(pool_path, SIZE)
-    with pytest.raises(PoolError, match="another worker has had it"):
-        MappedPool(pool_path, SIZE)
+    first = MappedPool(pool_path, SIZE, 2**63 - 1)
+    with pytest.raises(PoolBusyError, match="another worker has had it"):
+        MappedPool(pool_path, SIZE, 1)
+    descriptor = os.open(pool_path, os.O_RDWR)
+    assert holder(descriptor, lock_for(1)) == lock_for(2**63 - 1), "whose it is can be seen"
+    os.close(descriptor)
     first.close()
     MappedPool(pool_path, SIZE).close()
