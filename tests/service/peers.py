@@ -133,7 +133,7 @@ class Peer:
     def send(self, *messages: object) -> None:
         """Send one message; raw bytes stay as they are, several are several frames."""
         frames = [message if isinstance(message, bytes) else encode(message) for message in messages]
-        assert self.channel.send(frames)
+        assert self.channel.send(frames), f"not sent; closed: {self.channel._closed}"
 
     def on_frames(self, frames: list[bytes]) -> None:
         """Take what the coordinator says."""
