@@ -54,19 +54,25 @@ def run(arguments: Arguments) -> dict[str, float]:
         for time_ in range(times):
             decode = deployment.start(Role.DECODE, "decode", WORLD_SIZE, pages=pages)
             deployment.wait_ready()
-            healed.append(_kill(prefill, decode, first_room=1 + time_ * HANDOFFS))
+            _begin(prefill, decode, first_room=1 + time_ * HANDOFFS)
+            deployment.wait_for_log("handoff.moving", HANDOFFS * (time_ + 1))
+            healed.append(_kill(prefill, decode))
     return {
         "failed_everywhere_s": max(failed_s for failed_s, _ in healed),
         "released_s": max(released_s for _, released_s in healed),
     }
 
 
-def _kill(prefill: list[RankHandle], decode: list[RankHandle], first_room: int) -> tuple[float, float]:
-    """Kill decode in the middle of its handoffs; return how long prefill took to be whole again."""
+def _begin(prefill: list[RankHandle], decode: list[RankHandle], first_room: int) -> None:
+    """Have all ranks begin handoffs; return when the coordinator has heard all of it."""
     for rank in (*decode, *prefill):
         rank.tell(first_room)
     for rank in (*decode, *prefill):
         rank.hear(_PATIENCE_S)
+
+
+def _kill(prefill: list[RankHandle], decode: list[RankHandle]) -> tuple[float, float]:
+    """Kill decode in the middle of its handoffs; return how long prefill took to be whole again."""
     time.sleep(_SETTLE_S)
     killed_s = time.monotonic()
     for rank in decode:

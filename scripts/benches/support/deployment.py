@@ -223,7 +223,7 @@ class Deployment:
         for rank in ranks:
             rank.hear(READY_S)
         # A worker that is starting takes CPU time from what is measured.
-        self._wait_for_log("worker.up", self._prefill_ranks)
+        self.wait_for_log("worker.up", self._prefill_ranks)
 
     def check(self) -> None:
         """Raise SimulationError when the coordinator has ended."""
@@ -241,7 +241,13 @@ class Deployment:
         """Close."""
         self.close()
 
-    def _wait_for_log(self, event: str, times: int) -> None:
+    def wait_for_log(self, event: str, times: int) -> None:
+        """Wait until the coordinator has logged ``event`` so many times since its start.
+
+        Raises:
+            SimulationError: it does not in time, or has ended.
+
+        """
         line = f'"event":"{event}"'
         deadline_s = time.monotonic() + READY_S
         while self.coordinator.log_path.read_text().count(line) < times:
