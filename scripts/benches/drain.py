@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import timeit
 from typing import TYPE_CHECKING, Final
 
@@ -56,12 +55,10 @@ def engine(rank: PrefillRank, driver: Connection) -> None:
 
 def _idle_ns(rank: PrefillRank, calls: int) -> float:
     """Time both ways of asking for nothing new; return the slower one's time."""
-    drain, head = rank.drain, rank.head
+    drain = rank.drain
     # What the coordinator still has to say about the rooms before is not nothing.
     while rank.wait(1.0):
         drain()
-        time.sleep(0)
-    drain()
     plain_s = timeit.repeat(drain, number=calls, repeat=5)
     head = rank.head
     drain(through=head)
