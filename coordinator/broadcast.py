@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from coordinator.messages import Broadcast, Event, encode
@@ -46,13 +47,16 @@ class GroupLog:
         self.head += 1
         return self.head
 
-    def since(self, number: int) -> list[Event]:
-        """The events after ``number``, as far as they are kept."""
-        count = self.head - max(number, self.first - 1)
-        if count <= 0:
-            return []
-        # From the tail: what is asked for is nearly always the newest few.
-        return [self._events[-index] for index in range(count, 0, -1)]
+    def since(self, number: int, most: int | None = None) -> list[Event]:
+        """The events after ``number``, as far as they are kept, and no more than ``most`` of them."""
+        skipped = max(number - self.first + 1, 0)
+        count = len(self._events) - skipped
+        if count < skipped:
+            # From the tail: what is asked for is nearly always the newest few.
+            newest = list(islice(reversed(self._events), max(count, 0)))
+            newest.reverse()
+            return newest[:most]
+        return list(islice(self._events, skipped, None if most is None else skipped + most))
 
     def restore(self, head: int, events: list[Event]) -> None:
         """Go on where another coordinator ended: at ``head``, of which ``events`` are the last."""

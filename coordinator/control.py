@@ -143,7 +143,7 @@ class Control:
             epoch=self._epoch,
             outcomes=outcomes,
             first=rank.acknowledged + 1,
-            events=group.log.since(rank.acknowledged)[:MAX_EVENTS],  # the rank asks for the rest
+            events=group.log.since(rank.acknowledged, MAX_EVENTS),  # the rank asks for the rest
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
