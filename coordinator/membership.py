@@ -68,6 +68,7 @@ class Membership:
         self._events = events
         self._silence: Watch[Rank] = Watch(config.rank.lost_after_s, self._silent)
         self._contests: dict[Rank, tuple[int, float]] = {}
+        self._overflows: dict[Group, tuple[int, float]] = {}
         self._pidfds: dict[Rank, int] = {}
         self._here = (_read("/proc/sys/kernel/random/boot_id"), _namespace())
 
@@ -148,13 +149,23 @@ class Membership:
         return rank.alive
 
     def lag(self, group: Group) -> None:
-        """Lose the members that hold up more events than ``limits.backlog_events``."""
+        """Bound a group's log: lose the members that hold up ``limits.backlog_events`` for too long.
+
+        All that is in flight may fail in one instant: a rank is no laggard before it could hear of it.
+        """
         bound = self._config.limits.backlog_events
-        slowest = min((rank.acknowledged for rank in group.live), default=group.log.head)
-        for rank in group.live:
-            if rank.acknowledged == slowest and group.log.head - slowest >= bound:
-                self.lose(rank, _loss(rank), f"{rank.name} is {bound} events behind", gone=False)
-        group.log.trim(group.log.head - bound)
+        behind = group.log.head - bound
+        laggards = [rank for rank in group.live if rank.acknowledged < behind]
+        now_s = asyncio.get_running_loop().time()
+        mark, since_s = self._overflows.setdefault(group, (group.log.head, now_s))
+        if not laggards:
+            del self._overflows[group]
+        elif now_s - since_s >= self._config.rank.lost_after_s:
+            del self._overflows[group]
+            for rank in laggards:
+                if rank.acknowledged < mark:
+                    self.lose(rank, _loss(rank), f"{rank.name} is {bound} events behind", gone=False)
+        group.log.trim(min([behind, *(rank.acknowledged for rank in group.live)]))
 
     def close(self) -> None:
         """Stop watching."""
@@ -348,6 +359,7 @@ class Membership:
     def _drop_if_empty(self, group: Group) -> None:
         if group.deserted and self.groups.get(group.name) is group:
             del self.groups[group.name]
+            self._overflows.pop(group, None)
 
 
 def _loss(rank: Rank) -> Reason:
