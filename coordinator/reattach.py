@@ -176,8 +176,16 @@ class Reattach:
         if hello.memory is not None:
             for held in hello.memory.held:
                 self._recall(group, held)
-            due = self._unreleased.setdefault(group, {})
-            for attempt in hello.memory.unreleased:
+            self._owe(group, hello.memory.unreleased, have)
+
+    def _owe(self, group: Group, unreleased: list[Unreleased], have: int) -> None:
+        """Release these attempts later, but for those whose release a rank that has ``have`` is told now."""
+        told = {
+            (event.room, event.attempt) for event in group.log.since(have) if isinstance(event, Released)
+        }
+        due = self._unreleased.setdefault(group, {})
+        for attempt in unreleased:
+            if (attempt.room, attempt.attempt) not in told:
                 due[attempt] = None
 
     def _remember(self, group: Group, most: Hello) -> None:
