@@ -28,6 +28,7 @@ from coordinator.messages import (
     encode,
 )
 from coordinator.reasons import Reason
+from coordinator.succession import succeed
 from coordinator.worker.supervisor import Worker
 
 if TYPE_CHECKING:
@@ -124,7 +125,10 @@ class Control:
     # Ranks
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
-        if hello.epoch not in {0, self._epoch} and hello.memory is None:
+        refused = succeed(self._membership, self.reattach, hello)
+        if refused is not None:
+            self._answer(identity, refused)
+        elif hello.epoch not in {0, self._epoch} and hello.memory is None:
             self._answer(identity, WhoAreYou(self._epoch))
         elif hello.epoch not in {0, self._epoch} or self.reattach.awaits(hello):
             self.reattach.hello(hello, identity)
@@ -147,6 +151,7 @@ class Control:
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
+            life=group.life,
         )
         self._answer(identity, welcome)
         self.note(group)

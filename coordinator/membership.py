@@ -14,6 +14,8 @@ import select
 import stat
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
+
 from coordinator.errors import LayoutError
 from coordinator.groups import Group, Rank
 from coordinator.logs import get_logger
@@ -48,6 +50,9 @@ class MembershipEvents(Protocol):
 
     def gone(self, rank: Rank) -> None:
         """A lost rank is proven to touch nothing any more."""
+
+    def moved(self, rank: Rank) -> None:
+        """A member has another endpoint, and the former one is gone."""
 
 
 class Membership:
@@ -179,7 +184,7 @@ class Membership:
         """Give a rank its place, whoever held it; it has its group's events up to ``have``."""
         holder = group.ranks[hello.rank]
         if holder is not None:
-            self.lose(holder, _restart(holder), "its place was taken by a new process", gone=True)
+            self.lose(holder, restart_reason(holder), "its place was taken by a new process", gone=True)
             self.groups[group.name] = group
         rank = Rank(group, hello, identity, have, asyncio.get_running_loop().time())
         group.ranks[hello.rank] = rank
@@ -203,6 +208,10 @@ class Membership:
             message = f"{rank.name} missed events that are not kept any more; restart it"
             return self.refused(hello, "behind", message, fatal=True)
         rank.identity = identity
+        if hello.endpoint != rank.hello.endpoint:
+            rank.hello = msgspec.structs.replace(rank.hello, endpoint=hello.endpoint)
+            _log.info("rank.moved", rank=rank.name)
+            self._events.moved(rank)
         if rank.alive:
             self.sign(rank)
             return rank
@@ -292,7 +301,7 @@ class Membership:
             # Nobody is left of the former engine: this is a new one under the old name.
             for rank in group.ranks:
                 if rank is not None:
-                    self.lose(rank, _restart(rank), "replaced by another engine", gone=True)
+                    self.lose(rank, restart_reason(rank), "replaced by another engine", gone=True)
             self.groups.pop(group.name, None)
             return None
         return f"group {group.name} is registered otherwise: {', '.join(different)}"
@@ -366,7 +375,8 @@ def _loss(rank: Rank) -> Reason:
     return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_LOST
 
 
-def _restart(rank: Rank) -> Reason:
+def restart_reason(rank: Rank) -> Reason:
+    """Why the handoffs of a rank fail whose place is taken."""
     return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_RESTARTED
 
 

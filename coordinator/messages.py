@@ -150,7 +150,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     the rank already has (0, 0 at first). ``confirmed`` is up to where its items need not be sent
     again. ``endpoint`` is a decode rank's receiving endpoint. ``transport`` is how it reached us
     (``ipc``, ``tcp``): it is told an outcomes address of the same kind. ``memory`` goes to a
-    coordinator of another epoch, which asks for it with ``WhoAreYou``.
+    coordinator of another epoch, which asks for it with ``WhoAreYou``. ``life`` counts how often the
+    engine has given up on its coordinator: all that a former life had to do with it is void.
     """
 
     version: int
@@ -169,6 +170,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     confirmed: Count = 0
     transport: Annotated[str, Meta(max_length=16)] = "ipc"
     memory: Memory | None = None
+    life: Count = 0
 
 
 class Open(Struct, frozen=True, array_like=True, tag="open"):
@@ -378,6 +380,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
         stable: up to where every live rank of the group has the events.
         received: up to which number the coordinator has this rank's items.
         heartbeat_s: how often each side gives a sign of life at least.
+        life: that of the group, for a rank which is new in it; see ``Hello``.
 
     """
 
@@ -388,6 +391,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     stable: int
     received: int
     heartbeat_s: float
+    life: int = 0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):

@@ -93,6 +93,13 @@ class Reattach:
         """Whether the hello's group is being restored, so that it must wait with the others."""
         return hello.group in self._waiting
 
+    def forsake(self, name: str, life: int) -> None:
+        """Wait no more for ranks of a group that has a later life by now."""
+        waiting = self._waiting.get(name)
+        if waiting is not None and all(hello.life < life for hello, _ in waiting.hellos.values()):
+            waiting.timer.cancel()
+            del self._waiting[name]
+
     def hello(self, hello: Hello, identity: bytes) -> None:
         """Take the hello of a rank of another epoch, or of a new rank of such a group."""
         problem = self._membership.unusable(hello)

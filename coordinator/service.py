@@ -191,6 +191,10 @@ class Service:
         elif rank in self.transfers.crews:
             self._spawn(self._dismiss(rank))
 
+    def moved(self, rank: Rank) -> None:
+        """Write to where a decode rank's memory can be reached now."""
+        self.transfers.rank_moved(rank)
+
     def worker_down(self, worker: Worker, cause: str) -> None:
         """Fail the moves of a worker that died."""
         self.counters.worker_deaths += 1

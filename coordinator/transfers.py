@@ -204,6 +204,14 @@ class Transfers:
             for flight in list(route.flights.values()):
                 flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
 
+    def rank_moved(self, rank: Rank) -> None:
+        """A decode rank is reached elsewhere now: what was on its way to its former endpoint fails."""
+        for crew in self.crews.values():
+            route = crew.routes.get(rank.peer)
+            if route is not None and crew.worker.identity is not None:
+                # Its moves fail with its link; the answer to the fence connects it anew.
+                self.fence(route)
+
     def close(self) -> None:
         """Stop all clocks."""
         self._stalls.close()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from coordinator.client.hellos import Hellos
 from coordinator.client.inbox import NO_EPOCH, Head, Inbox
 from coordinator.client.outbox import Outbox
 from coordinator.client.recollection import Recollection
@@ -36,20 +37,17 @@ if TYPE_CHECKING:
 
 #: A batch of items ends beyond this many bytes, so that no frame holds up the next for long.
 BATCH_BYTES: Final = 1 << 18
-#: Two ``Hello`` are at least this far apart.
-_HELLO_INTERVAL_S: Final = 0.05
 #: Two rewinds that the coordinator asks for are at least this far apart.
 _REWIND_INTERVAL_S: Final = 0.1
-#: So many unanswered ``Hello`` in a row, and the sockets are made anew.
-_HELLOS_PER_CONNECTION: Final = 5
 _MIN_HEARTBEAT_S: Final = 0.05
 _NEVER: Final = float("inf")
 
 
 class Conversation:
-    """One rank's side of the protocol.
+    """One rank's side of the protocol, until its coordinator is lost; see ``coordinator.client.lives``.
 
     Attributes:
+        hello: how the rank introduces itself.
         inbox, outbox: what was heard and what is to be said.
         standing: the state, and what went wrong.
         joined: items may be submitted.
@@ -60,9 +58,17 @@ class Conversation:
 
     """
 
-    def __init__(self, hello: Hello, address: str, settings: ClientSettings, now_s: float) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        address: str,
+        settings: ClientSettings,
+        now_s: float,
+        standing: Standing | None = None,
+    ) -> None:
         """Prepare to introduce the rank with ``hello`` to the coordinator at ``address``."""
-        self.standing = Standing(f"{hello.group}/{hello.rank}", address)
+        name = f"{hello.group}/{hello.rank}"
+        self.standing = standing or Standing(name, address, settings.coordinator_lost_s)
         self.inbox = Inbox(settings.undrained_events)
         self.outbox = Outbox()
         self._recollection = Recollection()
@@ -70,17 +76,16 @@ class Conversation:
         self.drained_through: bytes | None = None
         self.outcomes = ""
         self.connections = 0
-        self._hello = hello
+        self.hello = hello
         self._settings = settings
+        self._hellos = Hellos(settings.hello_retry_s, now_s)
+        self._endpoint_moved = False
         self.joined = False
         self._asked = False
         self._blocked = False
         self._listening = False
         self._acknowledge = False
         self._heartbeat_s = 1.0
-        self._hello_at_s = now_s
-        self._said_hello_at_s = -_NEVER
-        self._unanswered = 0
         self._submit_at_s = now_s
         self._heard_at_s = now_s
         self._confirmed_at_s = now_s
@@ -141,7 +146,7 @@ class Conversation:
         """Return what is to be sent now; None when there is nothing (more)."""
         if self._blocked or self.standing.fault is not None:
             return None
-        if now_s >= self._hello_at_s:
+        if now_s >= self._hellos.due_s:
             return self._introduce(now_s)
         if self.joined and (self.outbox.unsent or self._acknowledge or now_s >= self._submit_at_s):
             return self._submit(now_s)
@@ -151,7 +156,7 @@ class Conversation:
         """The connection did not take the last message: it is down, or its queue is full."""
         self._blocked = True
         # What was said may be lost with the connection: no answer to it is awaited.
-        self._unanswered = 0
+        self._hellos.answered()
         self._leave(now_s)
         if self.inbox.epoch != NO_EPOCH:
             self.standing.become(RankState.COORDINATOR_AWAY)
@@ -163,8 +168,7 @@ class Conversation:
     def tick(self, now_s: float) -> None:
         """Judge what did not happen in time."""
         if not self.joined:
-            if self._unanswered >= _HELLOS_PER_CONNECTION and now_s >= self._hello_at_s:
-                self._unanswered = 0
+            if self._hellos.given_up(now_s):
                 self.connections += 1
             return
         if now_s - self._heard_at_s > self._settings.away_after_s:
@@ -180,7 +184,7 @@ class Conversation:
 
     def due_s(self) -> float:
         """When ``tick`` or ``next_message`` will have something to do, if nothing arrives."""
-        due_s = _NEVER if self._blocked else self._hello_at_s
+        due_s = _NEVER if self._blocked else self._hellos.due_s
         if self.joined:
             due_s = min(due_s, self._heard_at_s + self._settings.away_after_s)
             if self.outbox.sent > self.outbox.confirmed:
@@ -188,6 +192,12 @@ class Conversation:
             if not self._blocked:
                 due_s = min(due_s, 0.0 if self.outbox.unsent or self._acknowledge else self._submit_at_s)
         return due_s
+
+    def endpoint_moved(self, endpoint: bytes, now_s: float) -> None:
+        """The rank can be reached at ``endpoint`` from now on: say so, as the same rank."""
+        self.hello = msgspec.structs.replace(self.hello, endpoint=endpoint)
+        self._endpoint_moved = True
+        self._hellos.ask(now_s)
 
     def hear(self, message: ToRank, now_s: float) -> None:
         """Take a message from the control connection."""
@@ -198,14 +208,14 @@ class Conversation:
             case Welcome():
                 self._join(message, now_s)
             case Refused():
-                self._unanswered = 0
+                self._hellos.answered()
                 self.standing.refused(message)
                 self.news = True
             case WhoAreYou():
                 # One of another epoch asks what this rank remembers: a Hello without that is no answer.
                 if not self._asked and self.inbox.epoch not in {NO_EPOCH, message.epoch}:
                     self._asked = True
-                    self._unanswered = 0
+                    self._hellos.answered()
                 self._leave(now_s)
                 self.standing.become(RankState.CONNECTING)
             case Resend() if self.joined:
@@ -226,8 +236,8 @@ class Conversation:
             return
         if not self._listening:
             self._listening = self._acknowledge = True
-        if self._hello.rank < len(broadcast.received):
-            self._confirm(broadcast.received[self._hello.rank], now_s)
+        if self.hello.rank < len(broadcast.received):
+            self._confirm(broadcast.received[self.hello.rank], now_s)
         self._take(broadcast.first, broadcast.events, broadcast.stable, now_s, ready=broadcast.ready)
         if self.joined:
             self.standing.become(RankState.READY if broadcast.ready else RankState.JOINED)
@@ -235,11 +245,10 @@ class Conversation:
     # --- inside ------------------------------------------------------------------------------
 
     def _introduce(self, now_s: float) -> Hello:
-        self._said_hello_at_s = now_s
-        self._hello_at_s = now_s + self._settings.hello_retry_s
-        self._unanswered += 1
+        self._hellos.said(now_s)
+        self._endpoint_moved = False
         return msgspec.structs.replace(
-            self._hello,
+            self.hello,
             epoch=self.inbox.epoch,
             acknowledged=self.inbox.have,
             confirmed=self.outbox.confirmed,
@@ -276,8 +285,12 @@ class Conversation:
             outbox.rewind()
         self.joined = self._acknowledge = True
         self._asked = False
-        self._unanswered = 0
-        self._hello_at_s = _NEVER
+        self._hellos.welcomed()
+        if self._endpoint_moved:
+            self._hellos.ask(now_s)
+        if welcome.life > self.hello.life:
+            # The rest of the group has lost a coordinator before this rank was there.
+            self.hello = msgspec.structs.replace(self.hello, life=welcome.life)
         self._confirmed_at_s = now_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
         self.outcomes = welcome.outcomes
@@ -317,16 +330,11 @@ class Conversation:
             self.news = True
         # A full inbox takes no more: the coordinator keeps the rest until the engine has drained.
         if inbox.have < first + len(events) - 1 and not inbox.full:
-            self._ask(now_s)
-
-    def _ask(self, now_s: float) -> None:
-        """Say ``Hello`` again, soon but not at once after the last; not while its answer is awaited."""
-        if not self._unanswered:
-            self._hello_at_s = max(now_s, self._said_hello_at_s + _HELLO_INTERVAL_S)
+            self._hellos.ask(now_s)
 
     def _leave(self, now_s: float) -> None:
         self.joined = False
-        self._ask(now_s)
+        self._hellos.ask(now_s)
 
     def _confirm(self, received: int, now_s: float) -> None:
         items = self.outbox.confirm(received)

@@ -47,7 +47,7 @@ def introduction(
         group=group,
         rank=rank,
         world_size=world_size,
-        instance=secrets.randbits(63) | 1,
+        instance=new_instance(),
         process=_this_process(),
         backend="" if endpoint is None else endpoint.name,
         layout=pool.layout,
@@ -64,6 +64,11 @@ def introduction(
         )
         raise ProtocolError(message) from error
     return hello
+
+
+def new_instance() -> int:
+    """Draw what tells one life of a rank from all others."""
+    return secrets.randbits(63) | 1
 
 
 def _this_process() -> Process:

@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import zmq
 
 from coordinator.client.doorbell import Doorbell
-from coordinator.client.inbox import Head
+from coordinator.client.prover import Prover
 from coordinator.client.sockets import load_keys, open_control, open_outcomes
 from coordinator.client.standing import RankState
+from coordinator.client.token import Token
 from coordinator.errors import ClosedError, ConfigError, NotReadyError, ProtocolError, RefusedError
 from coordinator.messages import Bye, decode_broadcast, decode_to_rank, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from coordinator.client.conversation import Conversation
+    from coordinator.client.inbox import Inbox
+    from coordinator.client.lives import Lives
+    from coordinator.client.proof import Proof
     from coordinator.client.settings import ClientSettings
     from coordinator.messages import Broadcast, Event, Item, Refused, ToRank
 
@@ -47,37 +50,46 @@ logger = logging.getLogger(__name__)
 
 
 class IoThread:
-    """Runs one conversation over sockets of its own.
+    """Runs one rank's conversations over sockets of its own.
 
     Attributes:
-        conversation: guarded by our lock, except for plain reads of single attributes.
+        lives: guarded by our lock, except for plain reads of single attributes.
         malformed: how many frames were dropped because they could not be read.
 
     """
 
     def __init__(
-        self, conversation: Conversation, address: str, group: str, settings: ClientSettings
+        self,
+        lives: Lives,
+        address: str,
+        group: str,
+        settings: ClientSettings,
+        make_proof: Callable[[Callable[[bytes], None]], Proof],
     ) -> None:
         """Start to talk to the coordinator at ``address``.
+
+        ``make_proof`` is given what hears of the endpoint's new addresses (see ``DestinationProof``).
 
         Raises:
             ConfigError: ZeroMQ cannot use the address, or a key file cannot be read.
 
         """
         self._keys = load_keys(settings)
-        self.conversation = conversation
+        self.lives = lives
         self.malformed = 0
         self._address = address
         self._topic = group.encode() + b"\0"
-        # A routing id must not begin with a zero byte.
-        self._identity = b"r" + secrets.token_bytes(15)
+        self._identity = _new_identity()
         # As a condition it tells the engine's threads of every change.
         self._lock = threading.Condition(threading.Lock())
         self._wake = Doorbell()
         self._bell: Doorbell | None = None
         self._sleeping = False
         self._stopping = False
-        self._opened = (conversation.outcomes, conversation.connections)
+        # Whose sockets we have: what they bring is for this conversation and no later one.
+        self._talk = lives.conversation
+        self._opened = (self._talk.outcomes, self._talk.connections)
+        self._prover = Prover(lives, make_proof(self.endpoint_moved))
         self._outcomes: zmq.Socket[bytes] | None = None
         try:
             # Opened here, where a bad address can be told; from its start on the thread owns it.
@@ -93,22 +105,26 @@ class IoThread:
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
         self._thread = threading.Thread(
-            target=self._run, name=f"kv-client-{conversation.standing.name}", daemon=True
+            target=self._run, name=f"kv-client-{self._talk.standing.name}", daemon=True
         )
         _threads.add(self)
         self._thread.start()
 
     # --- for the engine's threads ------------------------------------------------------------
 
-    def say(self, item: Item, size_bytes: int) -> None:
-        """Queue an item; see ``Conversation.say``."""
-        conversation = self.conversation
+    def say(self, item: Item, size_bytes: int, inbox: Inbox) -> None:
+        """Queue an item; see ``Lives.say``."""
         with self._lock:
-            conversation.say(item, size_bytes)
+            self.lives.say(item, size_bytes, inbox)
         # Who is not joined has nothing to do with it yet, and will look when it is.
-        if self._sleeping and conversation.joined:
+        if self._sleeping and self.lives.conversation.joined:
             self._sleeping = False
             self._wake.ring()
+
+    def head(self) -> bytes:
+        """Return the token for the next step; see ``Lives.head``."""
+        with self._lock:
+            return self.lives.head()
 
     def drain(self, through: bytes | None, wait_s: float) -> Sequence[Event]:
         """Hand over the events up to the token, or all that arrived.
@@ -119,28 +135,29 @@ class IoThread:
             CoordinatorError: the conversation's fault.
 
         """
-        head = None if through is None else Head.unpack(through)
-        conversation = self.conversation
-        inbox = conversation.inbox
+        token = None if through is None else Token.unpack(through)
+        lives, talk = self.lives, self.lives.conversation
         with self._lock:
             if self._bell is not None:
                 self._bell.silence()
-            if head is not None and not inbox.reaches(head):
-                self._lock.wait_for(
-                    lambda: inbox.reaches(head) or conversation.standing.fault is not None, wait_s
-                )
-                if not inbox.reaches(head):
-                    conversation.standing.check()
-                    raise NotReadyError(conversation.behind(head, wait_s))
-            return conversation.drain(head) or ()
+            if token is not None and not lives.reaches(token):
+                self._lock.wait_for(lambda: lives.reaches(token) or talk.standing.fault is not None, wait_s)
+                if not lives.reaches(token):
+                    talk.standing.check()
+                    raise NotReadyError(lives.behind(token, wait_s))
+            events = lives.drain(token, time.monotonic())
+            if lives.conversation is not talk:
+                self._prover.lost()
+                self._wake.ring()
+            return events or ()
 
     def take_refusals(self) -> list[Refused]:
         """Hand over the refusals, see ``Conversation``."""
-        conversation = self.conversation
+        standing = self.lives.conversation.standing
         with self._lock:
-            conversation.standing.check()
-            taken = list(conversation.standing.refusals)
-            conversation.standing.refusals.clear()
+            standing.check()
+            taken = list(standing.refusals)
+            standing.refusals.clear()
         return taken
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -156,6 +173,12 @@ class IoThread:
                 self._tell_engine()
             return self._bell.fileno()
 
+    def endpoint_moved(self, endpoint: bytes) -> None:
+        """Tell the coordinator where the rank's endpoint is now."""
+        with self._lock:
+            self.lives.conversation.endpoint_moved(endpoint, time.monotonic())
+        self._wake.ring()
+
     def close(self) -> None:
         """Send what can be sent, say goodbye and end the thread, within ``_CLOSE_S``."""
         self._stopping = True
@@ -163,10 +186,11 @@ class IoThread:
             return  # The garbage collector called us, perhaps in the middle of anything.
         self._wake.ring()
         self._thread.join(_CLOSE_S)
-        name = self.conversation.standing.name
+        talk = self.lives.conversation
+        name = talk.standing.name
         with self._lock:
-            unconfirmed = len(self.conversation.outbox)
-            self.conversation.fail(RankState.CLOSED, ClosedError(f"{name} was closed by its engine"))
+            unconfirmed = len(talk.outbox)
+            talk.fail(RankState.CLOSED, ClosedError(f"{name} was closed by its engine"))
             self._tell_engine()
         if self._thread.is_alive():
             logger.error("%s: the I/O thread has not ended within %s s", name, _CLOSE_S)
@@ -179,10 +203,9 @@ class IoThread:
     def abandon(self) -> None:
         """In a forked child: the thread and its sockets have stayed with the parent."""
         self._lock = threading.Condition(threading.Lock())
-        message = (
-            f"{self.conversation.standing.name} was connected before this process was forked: connect anew"
-        )
-        self.conversation.fail(RankState.CLOSED, ClosedError(message))
+        talk = self.lives.conversation
+        message = f"{talk.standing.name} was connected before this process was forked: connect anew"
+        talk.fail(RankState.CLOSED, ClosedError(message))
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -195,37 +218,49 @@ class IoThread:
             self._control.close(_LINGER_MS)
             if self._outcomes is not None:
                 self._outcomes.close(0)
+            self._prover.close()
 
     def _loop(self) -> None:
-        conversation = self.conversation
-        while not self._stopping and conversation.standing.fault is None:
+        standing = self._talk.standing
+        while not self._stopping and standing.fault is None:
             with self._lock:
-                conversation.tick(time.monotonic())
+                self.lives.tick(time.monotonic())
+                # A judgement is news.
+                self._tell_engine()
+            if self._prover.work(self._lock):
+                with self._lock:
+                    self._tell_engine()
             self._follow()
             self._send()
             self._sleep()
             self._receive()
-        if conversation.standing.fault is None:
+        if standing.fault is None:
             self._send()
             self._transmit(encode(Bye()))
 
     def _die(self, error: Exception) -> None:
-        name = self.conversation.standing.name
+        talk = self.lives.conversation
+        name = talk.standing.name
         logger.error("%s: the I/O thread has died", name, exc_info=error)
         fault = ClosedError(f"the I/O thread of {name} has died of {error!r}; close it and connect anew")
         fault.__cause__ = error
         with self._lock:
-            self.conversation.fail(RankState.CLOSED, fault)
+            self.lives.conversation.fail(RankState.CLOSED, fault)
             self._tell_engine()
 
     def _follow(self) -> None:
         """Open the sockets that the conversation wants."""
-        conversation = self.conversation
-        wanted = (conversation.outcomes, conversation.connections)
-        if wanted == self._opened:
+        talk = self.lives.conversation
+        wanted = (talk.outcomes, talk.connections)
+        if talk is self._talk and wanted == self._opened:
             return
         address, connections = wanted
-        if connections != self._opened[1]:
+        if talk is not self._talk:
+            # Under another name: what is still said to the former one goes nowhere.
+            self._talk = talk
+            self._identity = _new_identity()
+            self._reconnect()
+        elif connections != self._opened[1]:
             self._reconnect()
         if self._outcomes is not None:
             self._poller.unregister(self._outcomes)
@@ -241,18 +276,18 @@ class IoThread:
         self._control = open_control(self._address, self._identity, self._keys)
         self._poller.register(self._control, zmq.POLLIN)
         with self._lock:
-            self.conversation.unblocked()
+            self._talk.unblocked()
 
     def _subscribe(self, address: str) -> None:
         try:
             self._outcomes = open_outcomes(address, self._topic, self._keys)
         except zmq.ZMQError as error:
             message = (
-                f"the coordinator at {self._address} has {self.conversation.standing.name} subscribe to "
+                f"the coordinator at {self._address} has {self._talk.standing.name} subscribe to "
                 f"{address!r}, which cannot be used: {error}; correct the address that it advertises"
             )
             with self._lock:
-                self.conversation.fail(RankState.REFUSED, RefusedError(message))
+                self._talk.fail(RankState.REFUSED, RefusedError(message))
                 self._tell_engine()
             return
         self._poller.register(self._outcomes, zmq.POLLIN)
@@ -261,12 +296,13 @@ class IoThread:
         """Send what is due; not for ever, however fast the engine speaks."""
         for _ in range(_BATCHES):
             with self._lock:
-                message = self.conversation.next_message(time.monotonic())
+                mine = self.lives.conversation is self._talk and not self._prover.prepares
+                message = self.lives.next_message(time.monotonic()) if mine else None
             if message is None:
                 return
             if not self._transmit(encode(message)):
                 with self._lock:
-                    self.conversation.blocked(time.monotonic())
+                    self._talk.blocked(time.monotonic())
                     self._tell_engine()
                 # Wakes us as soon as there is a connection.
                 self._poller.modify(self._control, zmq.POLLIN | zmq.POLLOUT)
@@ -284,7 +320,8 @@ class IoThread:
         # From here on a caller wakes us. Whoever came before that has left its item in the outbox.
         self._sleeping = True
         with self._lock:
-            due_s = self.conversation.due_s()
+            mine = self.lives.conversation is self._talk
+            due_s = min(self.lives.due_s() if mine else 0.0, self._prover.due_s)
         left_s = 0.0 if self._stopping else min(max(0.0, due_s - time.monotonic()), _MAX_SLEEP_S)
         ready = dict(self._poller.poll(math.ceil(left_s * 1000)))
         self._sleeping = False
@@ -293,7 +330,7 @@ class IoThread:
         if ready.get(self._control, 0) & zmq.POLLOUT:
             self._poller.modify(self._control, zmq.POLLIN)
             with self._lock:
-                self.conversation.unblocked()
+                self._talk.unblocked()
 
     def _receive(self) -> None:
         """Take what has arrived."""
@@ -307,10 +344,12 @@ class IoThread:
             return
         now_s = time.monotonic()
         with self._lock:
+            if self.lives.conversation is not self._talk:
+                return  # It is over.
             for broadcast in broadcasts:
-                self.conversation.hear_broadcast(broadcast, now_s)
+                self.lives.hear_broadcast(broadcast, now_s)
             for message in messages:
-                self.conversation.hear(message, now_s)
+                self.lives.hear(message, now_s)
             self._tell_engine()
 
     def _read(self, socket: zmq.Socket[bytes], into: list[_T], decode: Callable[[list[bytes]], _T]) -> None:
@@ -325,7 +364,7 @@ class IoThread:
                 self.malformed += 1
                 logger.warning(
                     "%s: dropped a frame, %d so far: %s",
-                    self.conversation.standing.name,
+                    self._talk.standing.name,
                     self.malformed,
                     error,
                 )
@@ -345,8 +384,13 @@ class IoThread:
     def _tell_engine(self) -> None:
         """Wake who waits for a change; the lock is held."""
         self._lock.notify_all()
-        if self._bell is not None and self.conversation.news:
+        if self._bell is not None and self.lives.conversation.news:
             self._bell.ring()
+
+
+def _new_identity() -> bytes:
+    # A routing id must not begin with a zero byte.
+    return b"r" + secrets.token_bytes(15)
 
 
 _threads: weakref.WeakSet[IoThread] = weakref.WeakSet()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex
 
-from coordinator.client.conversation import Conversation
 from coordinator.client.introduction import introduction
 from coordinator.client.iothread import IoThread
+from coordinator.client.lives import Lives
 from coordinator.client.pages import pack
+from coordinator.client.proof import DestinationProof, SourceProof
 from coordinator.client.settings import DEFAULTS
 from coordinator.client.standing import RankState
 from coordinator.errors import NotReadyError, PoolError, ProtocolError
@@ -26,11 +28,14 @@ from coordinator.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from coordinator.client.conversation import Conversation
     from coordinator.client.endpoint import Endpoint
+    from coordinator.client.inbox import Inbox
     from coordinator.client.pages import Pages
     from coordinator.client.pool import KVPool
+    from coordinator.client.proof import Proof
     from coordinator.client.settings import ClientSettings
     from coordinator.messages import Event, Hello, Item, Refused
 
@@ -52,13 +57,18 @@ class Rank:
 
     """
 
-    def __init__(self, address: str, hello: Hello, settings: ClientSettings) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        settings: ClientSettings,
+        make_proof: Callable[[Callable[[bytes], None]], Proof],
+    ) -> None:
         """Begin to talk to the coordinator; use ``connect``."""
         self._settings = settings
         self._pool_pages = hello.pool.pages
-        self._conversation = Conversation(hello, address, settings, time.monotonic())
-        self._inbox = self._conversation.inbox
-        self._io = IoThread(self._conversation, address, hello.group, settings)
+        self._lives = Lives(hello, address, settings, time.monotonic())
+        self._io = IoThread(self._lives, address, hello.group, settings, make_proof)
         self._close = weakref.finalize(self, self._io.close)
 
     # --- what came ---------------------------------------------------------------------------
@@ -73,25 +83,40 @@ class Rank:
         Costs no system call, and less than half a microsecond, when nothing came. Waits only for
         a token that is ahead of this rank, as it can be while it joins a group that is running.
 
+        A coordinator that is away for ``coordinator_lost_s`` is lost: rank 0's token says so, and
+        with it every rank's ``drain`` returns an outcome ``coordinator_lost`` for each room in flight.
+        Without tokens each rank judges for itself, when it drains. The rooms' releases follow when
+        nothing moves at their pages any more. What is said afterwards is for the next coordinator.
+
         Raises:
-            NotReadyError: this rank is still behind the token after ``lockstep_wait_s``.
+            NotReadyError: this rank is still behind the token after ``lockstep_wait_s``, or cannot
+                prove that pages of a lost coordinator are quiet, as rank 0 has proven of its own.
             ProtocolError: ``through`` is no head token.
 
         """
-        conversation = self._conversation
+        conversation = self._lives.conversation
         if not conversation.news and through == conversation.drained_through:
             return _NOTHING
         return self._io.drain(through, self._settings.lockstep_wait_s)
 
     @property
     def head(self) -> bytes:
-        """The token of the last event that every live rank of the group has; 17 bytes."""
-        return self._inbox.token
+        """The token of the last event that every live rank of the group has; 17 bytes.
+
+        Rank 0's also tells that the coordinator is lost, and that what it left behind is quiet: read
+        it once for each step, and have every rank drain through it, rank 0 too.
+        """
+        return self._io.head() if self._lives.flagged else self._lives.inbox.token
 
     @property
     def state(self) -> RankState:
         """Where this client stands with its coordinator."""
-        return self._conversation.standing.state
+        return self._lives.conversation.standing.state
+
+    @property
+    def unreleased(self) -> int:
+        """How many handoffs with lost coordinators have pages that are not released to the engine."""
+        return self._lives.unreleased
 
     def refusals(self) -> list[Refused]:
         """Return what the coordinator did not accept of this rank's calls since the last time.
@@ -102,8 +127,7 @@ class Rank:
 
     def wait(self, timeout_s: float) -> bool:
         """Block until ``drain`` may return something new; False when nothing came in time."""
-        conversation = self._conversation
-        return self._io.wait_for(lambda: conversation.news, timeout_s)
+        return self._io.wait_for(lambda: self._lives.conversation.news, timeout_s)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while ``drain`` may return something new."""
@@ -116,7 +140,7 @@ class Rank:
             NotReadyError: they do not in time; the text names what is missing.
 
         """
-        standing = self._conversation.standing
+        standing = self._lives.conversation.standing
         self._io.wait_for(lambda: standing.state is RankState.READY or standing.fault is not None, timeout_s)
         standing.check()
         if standing.state is not RankState.READY:
@@ -147,16 +171,21 @@ class Rank:
             ProtocolError: no such room can be.
 
         """
-        after = self._inbox.drained
-        self._io.say(Cancel(_room(room), after, why[:_MAX_WHY]), _ITEM_BYTES + 4 * len(why))
+        inbox = self._lives.inbox
+        item = Cancel(_room(room), inbox.drained, why[:_MAX_WHY])
+        self._io.say(item, _ITEM_BYTES + 4 * len(why), inbox)
 
-    def _say_pages(self, item: Item, size_bytes: int) -> None:
+    @property
+    def _conversation(self) -> Conversation:
+        return self._lives.conversation
+
+    def _say_pages(self, item: Item, size_bytes: int, inbox: Inbox) -> None:
         if size_bytes > _MAX_ITEM_BYTES:
             message = (
                 f"{size_bytes} bytes of pages and aux in one call, at most {_MAX_ITEM_BYTES} are accepted"
             )
             raise PoolError(message)
-        self._io.say(item, size_bytes + _ITEM_BYTES)
+        self._io.say(item, size_bytes + _ITEM_BYTES, inbox)
 
 
 class PrefillRank(Rank):
@@ -190,7 +219,7 @@ class PrefillRank(Rank):
 
         """
         hello = introduction(Role.PREFILL, address, group, rank, world_size, pool)
-        return cls(address, hello, settings)
+        return cls(address, hello, settings, lambda _: SourceProof(pool))
 
     def open(self, room: SupportsIndex) -> None:
         """Announce that this engine has queued the room, so that its offer does not expire.
@@ -200,8 +229,8 @@ class PrefillRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        after = self._inbox.drained
-        self._io.say(Open(_room(room), after), _ITEM_BYTES)
+        inbox = self._lives.inbox
+        self._io.say(Open(_room(room), inbox.drained), _ITEM_BYTES, inbox)
 
     def send(self, room: SupportsIndex, pages: Pages, *, last: bool = False, aux: bytes = b"") -> None:
         """Hand over the room's next pages. They must not change until the room is released.
@@ -218,11 +247,12 @@ class PrefillRank(Rank):
             ProtocolError: no such room can be, or ``aux`` is too large or no bytes.
 
         """
-        after = self._inbox.drained
+        inbox = self._lives.inbox
+        after = inbox.drained
         packed = pack(pages, self._pool_pages)
         side = _aux(aux) if aux else b""
         item = Send(_room(room), after, packed, bool(last), side)
-        self._say_pages(item, len(packed) + len(side))
+        self._say_pages(item, len(packed) + len(side), inbox)
 
 
 class DecodeRank(Rank):
@@ -256,7 +286,7 @@ class DecodeRank(Rank):
 
         """
         hello = introduction(Role.DECODE, address, group, rank, world_size, endpoint.pool, endpoint)
-        return cls(address, hello, settings)
+        return cls(address, hello, settings, partial(DestinationProof, endpoint))
 
     def offer(self, room: SupportsIndex, pages: Pages, prefix_pages: int = 0) -> None:
         """Tell that these pages are ready for the room. They must not be read before its outcome.
@@ -274,13 +304,14 @@ class DecodeRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        after = self._inbox.drained
+        inbox = self._lives.inbox
+        after = inbox.drained
         packed = pack(pages, self._pool_pages, distinct=True)
         if not 0 <= prefix_pages < _MAX_PREFIX_PAGES:
             message = f"prefix_pages is {prefix_pages}, must be from 0 to 2**31 - 1"
             raise PoolError(message)
         item = Offer(_room(room), after, packed, operator.index(prefix_pages))
-        self._say_pages(item, len(packed))
+        self._say_pages(item, len(packed), inbox)
 
     def extend(self, room: SupportsIndex) -> None:
         """Tell that the room is still queued here: its deadline moves, up to the hard cap.
@@ -290,8 +321,8 @@ class DecodeRank(Rank):
             ProtocolError: no such room can be.
 
         """
-        after = self._inbox.drained
-        self._io.say(Extend(_room(room), after), _ITEM_BYTES)
+        inbox = self._lives.inbox
+        self._io.say(Extend(_room(room), inbox.drained), _ITEM_BYTES, inbox)
 
 
 def _room(room: SupportsIndex) -> int:

@@ -20,6 +20,9 @@ class ClientSettings:
             client takes no more in, and the coordinator keeps them.
         hello_retry_s: how long an unanswered registration waits before it is said again.
         away_after_s: silence after which the coordinator counts as away.
+        coordinator_lost_s: how long a rank does without a coordinator before that counts as lost:
+            its rooms fail, and it begins anew. Give it more than the coordinator's
+            ``rank.lost_after_s`` and ``rank.reattach_s``, and the same on all ranks.
         resend_after_s: how long unconfirmed calls wait before they are submitted again.
         lockstep_wait_s: how long ``drain(through=...)`` waits for events that this rank lacks
             although its group has them; which is so only while it joins late.
@@ -33,6 +36,7 @@ class ClientSettings:
     undrained_events: int = 1 << 20
     hello_retry_s: float = 1.0
     away_after_s: float = 3.0
+    coordinator_lost_s: float = 60.0
     resend_after_s: float = 3.0
     lockstep_wait_s: float = 10.0
     server_key: Path | None = None

@@ -44,16 +44,18 @@ class Standing:
         state: see ``RankState``.
         fault: why nothing works any more, if so; every call of the engine raises it.
         refusals: what was not accepted of this rank alone, the newest ``MAX_REFUSALS``.
+        patience_s: how long the coordinator may be away before it counts as lost; 0: for ever.
 
     """
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, patience_s: float = 0.0) -> None:
         """Start to connect."""
         self.name = name
         self.address = address
         self.state = RankState.CONNECTING
         self.fault: CoordinatorError | None = None
         self.refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
+        self.patience_s = patience_s
         self._last_word = ""
 
     def check(self) -> None:
@@ -100,6 +102,7 @@ class Standing:
             case RankState.READY:
                 return "all ranks of the group are there"
             case RankState.COORDINATOR_AWAY:
-                return f"the coordinator at {self.address} is away; its return is awaited{said}"
+                bound = f" for {self.patience_s:g} s" if self.patience_s else ""
+                return f"the coordinator at {self.address} is away; its return is awaited{bound}{said}"
             case RankState.REFUSED | RankState.CLOSED:
                 return str(self.fault)

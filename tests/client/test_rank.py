@@ -167,7 +167,7 @@ def test_a_token_that_is_never_reached_is_an_error(peer: Peer, connect: Connect)
         rank.drain(through=Head(99, 0).pack())
 
 
-@pytest.mark.parametrize("token", [b"", b"x" * 16, Head(1, 1).pack()[:-1] + b"\2"])
+@pytest.mark.parametrize("token", [b"", b"x" * 16, Head(1, 1).pack()[:-1] + b"\3"])
 def test_a_token_that_is_none_is_refused(peer: Peer, connect: Connect, token: bytes) -> None:
     rank = connect(peer.control)
     with pytest.raises(ProtocolError, match="head token"):

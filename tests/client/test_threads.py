@@ -98,7 +98,7 @@ def test_the_death_of_the_thread_is_raised_from_every_call(peer: Peer, connect: 
     peer.publish("prefill", *outcomes([1]))
     eventually(lambda: peer.acknowledged("prefill") == 1, 10, "the acknowledgement")
     # No call does this: an item that cannot be encoded.
-    rank._io.say(Open(cast("int", object()), 0), 1)
+    rank._io.say(Open(cast("int", object()), 0), 1, rank._lives.inbox)
     eventually(lambda: rank.state is RankState.CLOSED, 10, "the thread's death")
     # What had arrived before is a fact all the same.
     assert list(rank.drain()) == outcomes([1])
