@@ -198,6 +198,9 @@ def test_memory_that_the_peer_did_not_register_is_not_written(
         msgspec.structs.replace(first, address=4096),
         msgspec.structs.replace(first, address=first.address - MIB),
     ]
+    # The kernel may have put the other region right beside it: what lies there is registered.
+    lies = [lie for lie in lies if abs(lie.address - second.address) >= max(MIB, second.size_bytes)]
+    assert len(lies) > 1
     backend = make_sender(ours)
     for lie in lies:
         link = backend.connect("peer", changed(peer.endpoint, regions=(lie, second)))
