@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 import zmq
 
-from coordinator import addresses, logs, sockets
+from coordinator import addresses, garbage, logs, sockets
 from coordinator.broadcast import Broadcaster
 from coordinator.channel import Channel
 from coordinator.control import Control
@@ -309,7 +309,10 @@ async def serve(config: Config) -> None:
     service = Service(config)
     try:
         await service.start()
+        garbage.settle()
+        sweeper = loop.create_task(garbage.sweep(lambda: len(service.rooms.active)))
         await asked.wait()
+        sweeper.cancel()
         await service.drain(config.shutdown.grace_s, hurry)
     finally:
         await service.stop()
