@@ -79,7 +79,7 @@ class Membership:
 
     def hello(self, hello: Hello, identity: bytes, epoch: int) -> Rank | Refused:
         """Give a rank its place, or say why it cannot have it."""
-        problem = self.unusable(hello)
+        problem = self.unusable(hello) or self._outlived(hello, epoch)
         if problem is not None:
             return self.refused(hello, "hello", problem, fatal=True)
         problem = self._incompatible(hello)
@@ -324,6 +324,14 @@ class Membership:
                 return None
             problems.append(f"does not fit {group.name}: {pair}")
         return "; ".join(problems) or None
+
+    def _outlived(self, hello: Hello, epoch: int) -> str | None:
+        """Find a rank of an engine that was taken for dead: what it has heard is of no group any more."""
+        group = self.groups.get(hello.group)
+        head = 0 if group is None else group.log.head
+        if hello.epoch != epoch or hello.acknowledged <= head:
+            return None
+        return f"the {hello.group} that this rank was part of is gone; restart it"
 
     def refused(self, hello: Hello, code: str, message: str, *, fatal: bool) -> Refused:
         """Count and log that a rank cannot have its place; returns what to tell it."""

@@ -180,6 +180,7 @@ class Chaos:
     workers: list[ChaosWorker] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     generations: Counter[str] = field(default_factory=Counter)
+    calm: bool = False
     over: bool = False
 
     async def start(self) -> None:
@@ -281,7 +282,7 @@ class Chaos:
 
     async def accidents(self) -> None:
         """Break something now and then."""
-        while not self.over:
+        while not self.calm:
             await asyncio.sleep(self.dice.uniform(5, 40))
             name = self.dice.choice(sorted(self.ranks))
             number = self.dice.randrange(self.world_size)
@@ -324,12 +325,8 @@ class Chaos:
         """Everything at once, until all rooms are over; then let the dust settle."""
         background = [asyncio.ensure_future(work()) for work in (self.midwife, self.drainer, self.accidents)]
         await asyncio.gather(*(self.hand_over(room) for room in range(1, self.rooms + 1)))
-        background.pop().cancel()
-        await asyncio.sleep(30)
-        for ranks in self.ranks.values():
-            for rank in ranks:
-                if rank.stopped:
-                    rank.resume()
+        self.calm = True
+        await background.pop()
         await asyncio.sleep(30)
         for room in list(self.stage.service.rooms.active):
             for name in self.engines(room):

@@ -198,8 +198,8 @@ class RankPeer(Peer):
         await eventually_async(lambda: self.welcomed or self.refusals, what="a welcome or a refusal")
 
     def again(self) -> None:
-        """Say hello again."""
-        self.send(self.hello)
+        """Say hello again, with what was heard so far."""
+        self.send(self.hello_again() if self.welcomed else self.hello)
 
     def leave(self, why: str = "") -> None:
         """Say goodbye, and nothing after it."""
@@ -373,7 +373,7 @@ class RankPeer(Peer):
         if message.first > self.head + 1:
             if not self._asked:
                 self._asked = True
-                self.send(self.hello_again())
+                self.again()
         elif self._hear(message.first, message.events) or first:
             self.submit()
 

@@ -106,7 +106,7 @@ class Stage:
 
     _numbers = itertools.count()
 
-    def __init__(self, settings: Config | None = None) -> None:
+    def __init__(self, settings: Config | None = None, hire: type[StandInWorker] = StandInWorker) -> None:
         number = next(self._numbers)
         settings = settings or Config()
         # Config itself refuses inproc: no other process could connect.
@@ -117,7 +117,7 @@ class Stage:
         backend = settings.backend.model_copy(update={"hosting": "rank"})
         self.config = settings.model_copy(update={"listen": listen, "backend": backend})
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.service = Service(self.config, self.context, hire=StandInWorker)
+        self.service = Service(self.config, self.context, hire=hire)
         self.peers: list[Peer] = []
         self.virtual = False
 

@@ -56,7 +56,7 @@ async def test_a_rank_that_is_far_behind_catches_up_in_parts() -> None:
         group = stage.service.membership.groups["d"]
         assert len(group.log) == 2 * len(rooms)
         second.acknowledges = True
-        second.send(second.hello_again())
+        second.again()
         await second.heard(len(rooms), Released)
         assert second.events == first.events
         assert {outcome.room for outcome in second.outcomes()} == set(rooms)

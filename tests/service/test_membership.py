@@ -366,6 +366,27 @@ async def test_a_new_engine_of_another_shape_may_take_the_name_of_one_that_is_lo
         assert await newcomer.failure(7) == "cancelled_by_decode"
 
 
+async def test_a_rank_of_an_engine_that_was_taken_for_dead_is_told_to_start_anew() -> None:
+    async with Stage() as stage:
+        (old,) = await stage.group(Role.DECODE, "d", 1)
+        old.cancel(7)
+        await old.outcome(7)
+        await turns()
+        stage.died(old)
+        assert not stage.service.membership.groups
+        old.resume()
+        old.again()
+        refused = await old.refused()
+        assert (refused.code, refused.fatal) == ("hello", True)
+        assert refused.message == "the d that this rank was part of is gone; restart it"
+        assert not stage.service.membership.groups
+        (new,) = await stage.group(Role.DECODE, "d", 1)
+        old.again()
+        assert (await old.refused()).fatal
+        new.cancel(8)
+        await new.outcome(8)
+
+
 # --- silence and goodbye ---------------------------------------------------------------------
 
 
@@ -471,7 +492,7 @@ async def test_stable_is_what_every_live_rank_has() -> None:
         assert (group.log.head, group.stable, ranks[0].stable) == (10, 0, 0)
         assert len(group.log) == 10
         ranks[1].acknowledges = True
-        ranks[1].send(ranks[1].hello_again())
+        ranks[1].again()
         await ranks[1].outcome(5)
         await asyncio.sleep(2)
         assert (group.stable, ranks[0].stable, len(group.log)) == (10, 10, 0)
