@@ -192,6 +192,10 @@ class Handoff:
         if not self.machine.state.terminal:
             self.apply(Aborted(Failure(reason, origin, message)))
 
+    def withdraw(self) -> None:
+        """End without a verdict: it turns out that this attempt never was."""
+        self._task.cancel()
+
     def reschedule(self) -> None:
         """Give a running clock its full bound from now, up to the hard cap."""
         if self._clock is None or self._clock.expired():

@@ -23,6 +23,7 @@ from coordinator.logs import get_logger
 from coordinator.messages import Hello, Outcome, Refused, Released, Role, Unreleased
 from coordinator.reasons import Reason
 from coordinator.rooms import Ended
+from coordinator.testimony import Testimony
 from coordinator.watch import Watch
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from coordinator.groups import Group, Rank
     from coordinator.handoff import Handoff
     from coordinator.membership import Membership
-    from coordinator.messages import Held
+    from coordinator.messages import Event, Held
     from coordinator.rooms import Rooms
     from coordinator.transfers import Transfers
 
@@ -131,29 +132,29 @@ class Reattach:
         waiting = self._waiting.pop(name)
         waiting.timer.cancel()
         hellos = list(waiting.hellos.values())
-        veterans = [hello for hello, _ in hellos if hello.memory is not None]
-        most = max(veterans, key=lambda hello: hello.acknowledged)
-        least = min(hello.acknowledged for hello in veterans)
+        testimony = Testimony(hello for hello, _ in hellos)
+        most = testimony.most
         group = self._membership.found(most)
-        memory = most.memory
-        assert group is not None and memory is not None  # noqa: S101, PT018 - there was room; veterans have one
-        missed = min(most.acknowledged - least, len(memory.events))
-        group.log.restore(most.acknowledged, memory.events[len(memory.events) - missed :])
+        assert group is not None  # noqa: S101 - there was room
+        group.log.restore(most.acknowledged, testimony.missed)
         group.stable, group.published = group.log.first - 1, group.log.head
         group.origin = (most.epoch, most.acknowledged)
         for rank in group.live:
             rank.acknowledged = rank.applied = group.log.head
-        self._remember(group, most)
+        self._remember(group, testimony.events)
         _log.warning(
             "group.restored",
             group=name,
             head=group.log.head,
-            replayed=missed,
+            replayed=len(group.log),
             ranks=len(hellos),
-            held=len({held.room for hello in veterans if hello.memory for held in hello.memory.held}),
+            held=len({held.room for hello, _ in hellos if hello.memory for held in hello.memory.held}),
         )
         for hello, identity in hellos:
-            self._take_back(group, hello, identity)
+            if hello in testimony.contrary:
+                self._refuse(group, hello, identity)
+            else:
+                self._take_back(group, hello, identity)
         task = asyncio.get_running_loop().create_task(self._quieten(group))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -162,13 +163,16 @@ class Reattach:
         """Take back a rank whose group did not wait for it, if what it has is what the group had."""
         epoch, head = group.origin
         if hello.epoch != epoch or not group.log.first - 1 <= hello.acknowledged <= head:
-            message = (
-                f"{group.name} went on without this rank after the coordinator's restart, and what it has "
-                "does not fit any more; restart it"
-            )
-            self._answer(hello, identity, self._membership.refused(hello, "late", message, fatal=True))
-            return
-        self._take_back(group, hello, identity)
+            self._refuse(group, hello, identity)
+        else:
+            self._take_back(group, hello, identity)
+
+    def _refuse(self, group: Group, hello: Hello, identity: bytes) -> None:
+        message = (
+            f"{group.name} went on without this rank after the coordinator's restart, and what it has "
+            "does not fit any more; restart it"
+        )
+        self._answer(hello, identity, self._membership.refused(hello, "late", message, fatal=True))
 
     def _take_back(self, group: Group, hello: Hello, identity: bytes) -> None:
         have = group.log.head if hello.memory is None else hello.acknowledged
@@ -187,20 +191,17 @@ class Reattach:
 
     def _owe(self, group: Group, unreleased: list[Unreleased], have: int) -> None:
         """Release these attempts later, but for those whose release a rank that has ``have`` is told now."""
-        told = {
-            (event.room, event.attempt) for event in group.log.since(have) if isinstance(event, Released)
-        }
+        told = {(event.room, event.attempt) for event in group.log.since(have) if isinstance(event, Released)}
         due = self._unreleased.setdefault(group, {})
         for attempt in unreleased:
             if (attempt.room, attempt.attempt) not in told:
                 due[attempt] = None
 
-    def _remember(self, group: Group, most: Hello) -> None:
-        """Learn from the rank that has most which rooms have ended, and how."""
-        memory = most.memory
-        events = memory.events if memory is not None else []
+    def _remember(self, group: Group, events: dict[int, Event]) -> None:
+        """Learn from what a group remembers, by number, which rooms have ended, and how."""
         other = Role.DECODE if group.role is Role.PREFILL else Role.PREFILL
-        for number, event in enumerate(events, most.acknowledged - len(events) + 1):
+        learned = set()
+        for number, event in sorted(events.items()):
             if not isinstance(event, Outcome):
                 continue
             group.ended.pop(event.room, None)
@@ -208,8 +209,26 @@ class Reattach:
             known = self._rooms.ended(event.room)
             if known is None or known.attempt < event.attempt:
                 self._rooms.remember(event.room, Ended(event.attempt, event.failure, other))
+                learned.add(event.room)
             elif known.attempt == event.attempt and known.unaware is group.role:
                 known.unaware = None
+        for room in learned & set(self._rooms.active):
+            self._correct(room, other)
+
+    def _correct(self, room: int, unaware: Role) -> None:
+        """See to a handoff that has begun before a verdict of the former epoch came to light."""
+        known, handoff = self._rooms.ended(room), self._rooms.active[room]
+        if known is None or handoff.machine.attempt > known.attempt:
+            return
+        group = handoff.prefill if unaware is Role.PREFILL else handoff.decode
+        if group is not None and group.origin != (0, 0) and len(handoff.groups) == 1:
+            # It stands for what that side had said of the room before it could hear this.
+            self._undecided.discard(handoff)
+            self._rooms.withdraw(handoff)
+            self._rooms.adopt(group, room, known)
+        else:
+            # It is a later attempt; nobody has heard its number yet.
+            handoff.machine.attempt = known.attempt + 1
 
     # Rooms of the former epoch
 
@@ -223,7 +242,8 @@ class Reattach:
             return
         handoff = self._rooms.active.get(held.room)
         if handoff is None:
-            handoff = self._rooms.admit(held.room, held.attempt + 1)
+            last = max(held.attempt, known.attempt if known is not None else 0)
+            handoff = self._rooms.admit(held.room, last + 1)
             handoff.apply(Inherited())
             self._undecided.sign(handoff)
         bound = handoff.prefill if group.role is Role.PREFILL else handoff.decode

@@ -48,6 +48,12 @@ if TYPE_CHECKING:
 #: How many ended rooms are remembered, for their attempt numbers and for sides that never heard.
 REMEMBERED: Final = 16384
 
+#: Why a success that no rank of decode has heard is a failure to it.
+SIDE_DATA_LOST: Final = (
+    "the coordinator was restarted: the pages have arrived, but the side data that came with the verdict "
+    "are lost"
+)
+
 _log = get_logger()
 
 
@@ -214,14 +220,27 @@ class Rooms:
         self._counters.opened += 1
         return handoff
 
+    def withdraw(self, handoff: Handoff) -> None:
+        """Undo a handoff that turns out to have ended before it began."""
+        del self.active[handoff.room]
+        self._counters.opened -= 1
+        self._offers.discard(handoff)
+        for group in handoff.groups:
+            group.handoffs.discard(handoff)
+        handoff.withdraw()
+
     def adopt(self, group: Group, room: int, ended: Ended) -> None:
         """Tell a group the verdict of a handoff that was decided without it."""
         ended.unaware = None
-        self.tell(group, room, Outcome(room, ended.attempt, ended.failure))
+        failure = ended.failure
+        if failure is None and group.role is Role.DECODE:
+            # KV and side data are one fact, and the side data went with the word that never arrived.
+            failure = Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST)
+        self.tell(group, room, Outcome(room, ended.attempt, failure))
         self.release(group, room, ended.attempt)
         _log.info(
             "handoff.adopted", group=group.name, room=room, attempt=ended.attempt,
-            outcome="succeeded" if ended.failure is None else "failed",
+            outcome="succeeded" if failure is None else "failed",
         )  # fmt: skip
 
     def ended(self, room: int) -> Ended | None:

@@ -1,0 +1,59 @@
+"""What the ranks of one group remember of a former coordinator, put together.
+
+They have heard the same events under the same numbers, each up to another one, and each remembers
+only its last ones. Two that have heard different events under one number cannot agree any more: one
+of them was left behind when the group went on without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from coordinator.messages import Event, Hello
+
+
+class Testimony:
+    """The memories of a group.
+
+    Attributes:
+        most: the hello of the rank that has heard most.
+        events: all events that are remembered, by number.
+        contrary: the hellos that contradict that rank's.
+
+    """
+
+    def __init__(self, hellos: Iterable[Hello]) -> None:
+        """Put together the memories of ``hellos``, at least one of which has one."""
+        veterans = sorted(
+            (hello for hello in hellos if hello.memory is not None),
+            key=lambda hello: hello.acknowledged,
+            reverse=True,
+        )
+        self.most = veterans[0]
+        self.events: dict[int, Event] = {}
+        self.contrary: list[Hello] = []
+        self._least = self.most.acknowledged
+        for hello in veterans:
+            remembered = _numbered(hello)
+            if any(self.events.get(number, event) != event for number, event in remembered.items()):
+                self.contrary.append(hello)
+            else:
+                self.events.update(remembered)
+                self._least = hello.acknowledged
+
+    @property
+    def missed(self) -> list[Event]:
+        """The last events, as far back as some rank lacks them and another one remembers them."""
+        number, missed = self.most.acknowledged, []
+        while number > self._least and number in self.events:
+            missed.append(self.events[number])
+            number -= 1
+        return missed[::-1]
+
+
+def _numbered(hello: Hello) -> dict[int, Event]:
+    events = hello.memory.events if hello.memory is not None else []
+    return dict(enumerate(events, hello.acknowledged - len(events) + 1))
