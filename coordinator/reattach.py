@@ -50,7 +50,14 @@ class _Waiting:
 
     def __init__(self, timer: asyncio.TimerHandle) -> None:
         self.hellos: dict[int, tuple[Hello, bytes]] = {}
+        self.memories: dict[int, Hello] = {}
         self.timer = timer
+
+    def take(self, hello: Hello, identity: bytes) -> None:
+        """Note a hello. What is remembered stays known, also when a new process takes the place."""
+        self.hellos[hello.rank] = (hello, identity)
+        if hello.memory is not None:
+            self.memories[hello.instance] = hello
 
 
 class Reattach:
@@ -121,7 +128,7 @@ class Reattach:
         if waiting is None:
             timer = loop.call_later(self._config.rank.reattach_s, self._restore, hello.group)
             waiting = self._waiting[hello.group] = _Waiting(timer)
-        waiting.hellos[hello.rank] = (hello, identity)
+        waiting.take(hello, identity)
         present = {rank.number for rank in group.live} if group is not None else set()
         if len(present | set(waiting.hellos)) == hello.world_size:
             self._restore(hello.group)
@@ -132,7 +139,7 @@ class Reattach:
         waiting = self._waiting.pop(name)
         waiting.timer.cancel()
         hellos = list(waiting.hellos.values())
-        testimony = Testimony(hello for hello, _ in hellos)
+        testimony = Testimony(waiting.memories.values())
         most = testimony.most
         group = self._membership.found(most)
         assert group is not None  # noqa: S101 - there was room
@@ -148,7 +155,7 @@ class Reattach:
             head=group.log.head,
             replayed=len(group.log),
             ranks=len(hellos),
-            held=len({held.room for hello, _ in hellos if hello.memory for held in hello.memory.held}),
+            held=testimony.held,
         )
         for hello, identity in hellos:
             if hello in testimony.contrary:

@@ -19,6 +19,7 @@ class Testimony:
     """The memories of a group.
 
     Attributes:
+        hellos: whose memories these are; the one that has heard most comes first.
         most: the hello of the rank that has heard most.
         events: all events that are remembered, by number.
         contrary: the hellos that contradict that rank's.
@@ -26,23 +27,25 @@ class Testimony:
     """
 
     def __init__(self, hellos: Iterable[Hello]) -> None:
-        """Put together the memories of ``hellos``, at least one of which has one."""
-        veterans = sorted(
-            (hello for hello in hellos if hello.memory is not None),
-            key=lambda hello: hello.acknowledged,
-            reverse=True,
-        )
-        self.most = veterans[0]
+        """Put together the memories of ``hellos``, of which there is one at least."""
+        self.hellos = sorted(hellos, key=lambda hello: hello.acknowledged, reverse=True)
+        self.most = self.hellos[0]
         self.events: dict[int, Event] = {}
         self.contrary: list[Hello] = []
         self._least = self.most.acknowledged
-        for hello in veterans:
+        for hello in self.hellos:
             remembered = _numbered(hello)
             if any(self.events.get(number, event) != event for number, event in remembered.items()):
                 self.contrary.append(hello)
             else:
                 self.events.update(remembered)
                 self._least = hello.acknowledged
+
+    @property
+    def held(self) -> int:
+        """How many rooms are in flight as far as some rank knows."""
+        memories = [hello.memory for hello in self.hellos]
+        return len({held.room for memory in memories if memory for held in memory.held})
 
     @property
     def missed(self) -> list[Event]:

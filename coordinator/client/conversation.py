@@ -274,8 +274,11 @@ class Conversation:
         if self._is_over(welcome.epoch):
             return  # It was under way when its coordinator was replaced.
         if inbox.epoch != NO_EPOCH and welcome.first > inbox.have + 1:
-            self._fall_out(welcome)
-            return
+            if welcome.epoch != inbox.epoch or not self._is_new:
+                self._fall_out(welcome)
+                return
+            # It joined a new coordinator before the others of its group did, who came with their past.
+            inbox.skip(welcome.first)
         if welcome.epoch != inbox.epoch:
             inbox.enter(welcome.epoch, welcome.first)
             outbox.rebase(welcome.received)
@@ -297,6 +300,11 @@ class Conversation:
         if self.standing.state is not RankState.READY:
             self.standing.become(RankState.JOINED)
         self._take(welcome.first, welcome.events, welcome.stable, now_s)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this rank has neither said nor heard anything, so that no past concerns it."""
+        return self.inbox.have == self.inbox.base and not self.outbox.confirmed and not len(self.outbox)
 
     def _is_over(self, epoch: int) -> bool:
         """Whether nothing of ``epoch`` counts any more.

@@ -122,13 +122,17 @@ class Inbox:
     def enter(self, epoch: int, first: int) -> None:
         """Go on to a new epoch. ``first``: the number at which a rank that was in none begins."""
         if self.epoch == NO_EPOCH:
-            self.base = self.have = self.drained = first - 1
+            self.skip(first)
         self._past[self.epoch] = None
         if len(self._past) > _MAX_EPOCHS:
             del self._past[next(iter(self._past))]
         self.epoch = epoch
         self._stable = 0
         self._group_ready = False
+
+    def skip(self, first: int) -> None:
+        """Begin at number ``first``; for a rank that has had nothing yet."""
+        self.base = self.have = self.drained = first - 1
 
     def take(self, first: int, events: Sequence[Event], stable: int) -> Sequence[Event]:
         """Take events of this epoch, of which the first has the number ``first``.

@@ -218,8 +218,18 @@ def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
     assert len(talk.outbox) == 2
 
 
+def test_a_rank_that_was_before_its_group_at_a_new_coordinator_begins_where_that_goes_on() -> None:
+    talk = joined()
+    talk.hear(welcome(first=4), 0.1)
+    assert talk.joined
+    talk.hear_broadcast(Broadcast(5, 4, 4, [0], [], [Outcome(9, 1)]), 0.2)
+    assert talk.drain(None) == [Outcome(9, 1)]
+    assert (talk.inbox.base, talk.inbox.drained) == (3, 4)
+
+
 def test_events_that_are_not_kept_any_more_end_it() -> None:
     talk = joined()
+    say(talk, 1)
     talk.hear(welcome(first=4), 0.1)
     assert talk.standing.state is RankState.REFUSED
     assert talk.news
