@@ -80,6 +80,7 @@ class Handoff:
         "_clock",
         "_desk",
         "_due",
+        "_now_s",
         "_prefill_complete",
         "_settled",
         "_task",
@@ -107,6 +108,7 @@ class Handoff:
         self.flights: dict[int, Flight] = {}
         self.released_together: bool | None = None
         self._desk = desk
+        self._now_s = loop.time
         self._due: list[Effect] | None = None  # while effects are carried out: those not done yet, and more
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()
@@ -136,7 +138,7 @@ class Handoff:
         What carrying out an effect feeds to the machine comes after all that was due before: so the
         verdict is told before a release, whoever caused what.
         """
-        effects = self.machine.apply(event, asyncio.get_running_loop().time())
+        effects = self.machine.apply(event, self._now_s())
         if effects and isinstance(effects[0], Refuse):
             return effects[0]  # it stands alone
         if self._due is not None:
@@ -159,14 +161,14 @@ class Handoff:
             case StartMove():
                 self._start(effect)
             case StartClock():
-                self.complete_at_s = asyncio.get_running_loop().time()
+                self.complete_at_s = self._now_s()
                 self._prefill_complete.set()
                 desk.trail(self, "handoff.prefill_complete")
             case AllMoving():
                 if not self.machine.state.terminal:
                     desk.trail(self, "handoff.moving")
             case Conclude():
-                self.concluded_at_s = asyncio.get_running_loop().time()
+                self.concluded_at_s = self._now_s()
                 desk.concluded(self)
                 self._prefill_complete.set()
                 self._settled.set()
@@ -201,7 +203,7 @@ class Handoff:
         if self._clock is None or self._clock.expired():
             return
         bounds = self._desk.bounds
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._now_s()
         self._clock.reschedule(min(now_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s))
 
     async def _run(self) -> None:
@@ -226,7 +228,7 @@ class Handoff:
         except TimeoutError:
             if not (self._clock and self._clock.expired()):
                 raise
-            waited_s = asyncio.get_running_loop().time() - self.complete_at_s
+            waited_s = self._now_s() - self.complete_at_s
             self.fail(Reason.DEADLINE, f"waited {waited_s:.1f} s after prefill for {self.missing()}")
         finally:
             self._clock = None

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 #: How many transitions a handoff remembers of its own story.
 STORY_LENGTH: Final = 16
+_OF_A_RANK: Final = (Opened, Sent, Offered, Extended)
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class HandoffMachine:
 
     def _tell(self, now_s: float, event: Event) -> None:
         cause = type(event).__name__
-        if isinstance(event, Opened | Sent | Offered | Extended):
+        if isinstance(event, _OF_A_RANK):
             cause = f"{cause} by rank {event.rank}"
         if self.failure is not None:
             cause = f"{cause} {self.failure.reason}: {self.failure.message}"

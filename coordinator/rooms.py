@@ -47,12 +47,17 @@ if TYPE_CHECKING:
 
 #: How many ended rooms are remembered, for their attempt numbers and for sides that never heard.
 REMEMBERED: Final = 16384
+#: From here on, an unsigned 32-bit number is a negative one.
+SIGN: Final = 1 << 31
 
 #: Why a success that no rank of decode has heard is a failure to it.
 SIDE_DATA_LOST: Final = (
     "the coordinator was restarted: the pages have arrived, but the side data that came with the verdict "
     "are lost"
 )
+
+#: What only a prefill rank says. A tuple: a union would be built anew for each item.
+PREFILL_ITEMS: Final = (Open, Send)
 
 _log = get_logger()
 
@@ -106,7 +111,7 @@ class Rooms:
 
     def handle(self, rank: Rank, item: Item) -> Refused | None:
         """Take one item of a rank; returns what to answer when it is not accepted."""
-        role = Role.PREFILL if isinstance(item, Open | Send) else Role.DECODE
+        role = Role.PREFILL if isinstance(item, PREFILL_ITEMS) else Role.DECODE
         if role is not rank.group.role and not isinstance(item, Cancel):
             return self._refused(rank, item, f"a {rank.group.role} rank cannot say {type(item).__name__}")
         return self._handlers[type(item)](rank, item)
@@ -457,9 +462,9 @@ def _bad_pages(pages: bytes, rank: Rank, before: int) -> str | None:
         return f"{before + count} pages are more than the {size} of the pool of {rank.name}"
     if not count:
         return None
-    numbers = memoryview(pages).cast("i")
-    low, high = min(numbers), max(numbers)
-    if low < 0 or high >= size:
-        wrong = low if low < 0 else high
+    # As unsigned numbers, the negative ones are the largest: one pass over what may be 512K pages.
+    high = max(memoryview(pages).cast("I"))
+    if high >= size:
+        wrong = high if high < SIGN else high - 2 * SIGN
         return f"page {wrong} is outside the pool of {rank.name}, which has pages 0 to {size - 1}"
     return None
