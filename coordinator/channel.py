@@ -8,6 +8,7 @@ after every send (a send can swallow the edge), the socket is drained until it w
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -15,8 +16,9 @@ import zmq
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Messages handled per wake before timers and other sockets get their turn.
+#: Messages handled per wake, and for how long, before timers and other sockets get their turn.
 BATCH: Final = 256
+TURN_S: Final = 0.005
 #: From this size on, handing the buffer over is cheaper than copying it.
 ZERO_COPY_BYTES: Final = 65536
 
@@ -73,6 +75,8 @@ class Channel:
 
     def _drain(self) -> None:
         self._scheduled = False
+        # Not the loop's clock: uvloop's stands still while a callback runs.
+        until_s = monotonic() + TURN_S
         for _ in range(BATCH):
             if self._closed:
                 return
@@ -86,4 +90,6 @@ class Channel:
                 # The edge is spent: without another look, what is queued behind would wait for ever.
                 self._wake()
                 raise
+            if monotonic() > until_s:
+                break
         self._wake()

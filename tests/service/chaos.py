@@ -174,7 +174,7 @@ class Chaos:
     stage: Stage
     dice: random.Random
     world_size: int = 2
-    rooms: int = 60
+    rooms: int = 40
     ranks: dict[str, list[ChaosRank]] = field(default_factory=dict)
     former: list[ChaosRank] = field(default_factory=list)
     workers: list[ChaosWorker] = field(default_factory=list)
