@@ -151,7 +151,6 @@ class Control:
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
-            life=group.life,
         )
         self._answer(identity, welcome)
         self.note(group)

@@ -74,8 +74,7 @@ class Group:
         ended: rooms whose verdict some rank has not drained yet -> the number of that verdict.
         handoffs: the handoffs in flight that this group takes part in.
         origin: the epoch that it was restored from and that epoch's head; (0, 0) when it was not.
-        life: how often its engine has given up on a coordinator, as far as is known; see ``Hello``.
-        former: the instances of the members that it had in its last life.
+        life: how often its engine has given up on a coordinator; see ``Hello``.
 
     """
 
@@ -99,7 +98,6 @@ class Group:
         self.handoffs: set[Handoff] = set()
         self.origin = (0, 0)
         self.life: int = hello.life
-        self.former: set[int] = set()
 
     @property
     def live(self) -> list[Rank]:

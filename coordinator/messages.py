@@ -151,7 +151,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     again. ``endpoint`` is a decode rank's receiving endpoint. ``transport`` is how it reached us
     (``ipc``, ``tcp``): it is told an outcomes address of the same kind. ``memory`` goes to a
     coordinator of another epoch, which asks for it with ``WhoAreYou``. ``life`` counts how often the
-    engine has given up on its coordinator: all that a former life had to do with it is void.
+    engine has given up on its coordinator, the same on all ranks; what a former life said is void.
     """
 
     version: int
@@ -380,7 +380,6 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
         stable: up to where every live rank of the group has the events.
         received: up to which number the coordinator has this rank's items.
         heartbeat_s: how often each side gives a sign of life at least.
-        life: that of the group, for a rank which is new in it; see ``Hello``.
 
     """
 
@@ -391,19 +390,20 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     stable: int
     received: int
     heartbeat_s: float
-    life: int = 0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     """A registration, a frame or an item was not accepted.
 
     ``fatal`` says that the rank must not try again by itself. ``room`` is 0 when it is about none.
+    ``life`` is that of the group when the rank's was over before; see ``Hello``.
     """
 
     code: str
     message: str
     room: int = 0
     fatal: bool = False
+    life: int = 0
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="who"):

@@ -23,7 +23,7 @@ from coordinator.logs import get_logger
 from coordinator.messages import Hello, Outcome, Refused, Released, Role, Unreleased
 from coordinator.reasons import Reason
 from coordinator.rooms import Ended
-from coordinator.testimony import Testimony
+from coordinator.testimony import Testimony, agrees
 from coordinator.watch import Watch
 
 if TYPE_CHECKING:
@@ -101,12 +101,16 @@ class Reattach:
         """Whether the hello's group is being restored, so that it must wait with the others."""
         return hello.group in self._waiting
 
-    def forsake(self, name: str, life: int) -> None:
-        """Wait no more for ranks of a group that has a later life by now."""
+    def forsake(self, name: str, life: int) -> int:
+        """Wait no more for a group's ranks in a life before ``life``; returns for which it is waited."""
         waiting = self._waiting.get(name)
-        if waiting is not None and all(hello.life < life for hello, _ in waiting.hellos.values()):
+        if waiting is None:
+            return 0
+        awaited = max(hello.life for hello, _ in waiting.hellos.values())
+        if awaited < life:
             waiting.timer.cancel()
             del self._waiting[name]
+        return awaited
 
     def hello(self, hello: Hello, identity: bytes) -> None:
         """Take the hello of a rank of another epoch, or of a new rank of such a group."""
@@ -143,8 +147,8 @@ class Reattach:
         most = testimony.most
         group = self._membership.found(most)
         assert group is not None  # noqa: S101 - there was room
-        group.log.restore(most.acknowledged, testimony.missed)
-        group.stable, group.published = group.log.first - 1, group.log.head
+        group.log.restore(most.acknowledged, testimony.kept)
+        group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
         for rank in group.live:
             rank.acknowledged = rank.applied = group.log.head
@@ -153,7 +157,7 @@ class Reattach:
             "group.restored",
             group=name,
             head=group.log.head,
-            replayed=len(group.log),
+            replayed=group.log.head - group.stable,
             ranks=len(hellos),
             held=testimony.held,
         )
@@ -169,10 +173,11 @@ class Reattach:
     def _come_late(self, group: Group, hello: Hello, identity: bytes) -> None:
         """Take back a rank whose group did not wait for it, if what it has is what the group had."""
         epoch, head = group.origin
-        if hello.epoch != epoch or not group.log.first - 1 <= hello.acknowledged <= head:
-            self._refuse(group, hello, identity)
-        else:
+        same = hello.epoch == epoch and hello.acknowledged <= head
+        if same or agrees(hello, dict(enumerate(group.log.since(0), group.log.first))):
             self._take_back(group, hello, identity)
+        else:
+            self._refuse(group, hello, identity)
 
     def _refuse(self, group: Group, hello: Hello, identity: bytes) -> None:
         message = (

@@ -51,6 +51,7 @@ class Conversation:
         inbox, outbox: what was heard and what is to be said.
         standing: the state, and what went wrong.
         joined: items may be submitted.
+        used: the engine has spoken or drained.
         news: something changed since the engine drained last: events, the head, a refusal, a fault.
         drained_through: what the engine gave to ``drain`` last; all that it reached is drained.
         outcomes: address to subscribe to; empty before the first ``Welcome``.
@@ -72,7 +73,7 @@ class Conversation:
         self.inbox = Inbox(settings.undrained_events)
         self.outbox = Outbox()
         self._recollection = Recollection()
-        self.news = False
+        self.news = self.used = False
         self.drained_through: bytes | None = None
         self.outcomes = ""
         self.connections = 0
@@ -102,6 +103,7 @@ class Conversation:
 
         """
         self.standing.check()
+        self.used = True
         outbox, settings = self.outbox, self._settings
         if len(outbox) >= settings.queue_items or outbox.size_bytes + size_bytes > settings.queue_bytes:
             message = (
@@ -120,6 +122,7 @@ class Conversation:
             CoordinatorError: the fault, if there is one and no event is left.
 
         """
+        self.used = True
         self.news = self.standing.fault is not None
         events = self.inbox.drain() if through is None else self.inbox.drain_through(through)
         self.drained_through = None if through is None else through.pack()
@@ -209,6 +212,7 @@ class Conversation:
                 self._join(message, now_s)
             case Refused():
                 self._hellos.answered()
+                self._grow_up(message.life, now_s)
                 self.standing.refused(message)
                 self.news = True
             case WhoAreYou():
@@ -243,6 +247,12 @@ class Conversation:
             self.standing.become(RankState.READY if broadcast.ready else RankState.JOINED)
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _grow_up(self, life: int, now_s: float) -> None:
+        """A rank that is new in its group joins it in the life in which it finds it."""
+        if life > self.hello.life and not self.used:
+            self.hello = msgspec.structs.replace(self.hello, life=life)
+            self._hellos.ask(now_s)
 
     def _introduce(self, now_s: float) -> Hello:
         self._hellos.said(now_s)
@@ -291,9 +301,6 @@ class Conversation:
         self._hellos.welcomed()
         if self._endpoint_moved:
             self._hellos.ask(now_s)
-        if welcome.life > self.hello.life:
-            # The rest of the group has lost a coordinator before this rank was there.
-            self.hello = msgspec.structs.replace(self.hello, life=welcome.life)
         self._confirmed_at_s = now_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
         self.outcomes = welcome.outcomes

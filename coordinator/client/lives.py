@@ -81,9 +81,13 @@ class Lives:
         # The token with which the engine has taken the judgement for a fact, while it is not drained.
         self._pronounced: bytes | None = None
         self._last_loss: Token | None = None
-        self._losses = 0
         self._quiet_at_s = _NEVER
         self._quiet = False
+
+    @property
+    def life(self) -> int:
+        """How many coordinators this rank's group has lost."""
+        return self.conversation.hello.life
 
     @property
     def unreleased(self) -> int:
@@ -109,9 +113,9 @@ class Lives:
             return self._pronounced
         token = self.inbox.token
         if self._leads and self.judged:
-            self._pronounced = Token(Head.unpack(token), lost=True, life=self._losses).pack()
+            self._pronounced = Token(Head.unpack(token), lost=True, life=self.life).pack()
             return self._pronounced
-        return Token(Head.unpack(token), quiet=True, life=self._losses).pack() if self._quiet else token
+        return Token(Head.unpack(token), quiet=True, life=self.life).pack() if self._quiet else token
 
     def reaches(self, token: Token) -> bool:
         """Whether this rank has all that ``token`` tells of."""
@@ -234,16 +238,17 @@ class Lives:
 
     def _lose(self, token: Token | None, now_s: float) -> list[Event]:
         """Fail what is in flight, and begin anew."""
+        self._last_loss = token
+        if token is not None and token.begets(self.life) and not self.conversation.used:
+            return []  # It was new, and has joined the others in their next life already.
         former = self.conversation
         failed = self._ledger.give_up(Failure(Reason.COORDINATOR_LOST, "", self._sentence))
-        hello = msgspec.structs.replace(former.hello, instance=new_instance(), life=former.hello.life + 1)
+        hello = msgspec.structs.replace(former.hello, instance=new_instance(), life=self.life + 1)
         self.conversation = Conversation(hello, self._address, self._settings, now_s, former.standing)
         self.inbox = self.conversation.inbox
         self.judged = False
         self._pronounced = None
         self._alone_since_s = now_s
-        self._last_loss = token
-        self._losses += 1
         self.unproven = self._ledger.former > 0
         self._quiet = False
         self._quiet_at_s = _NEVER

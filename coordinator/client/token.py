@@ -25,8 +25,8 @@ class Token(NamedTuple):
         head: up to where to drain.
         lost: then the coordinator is lost, and with it every room in flight.
         quiet: then the pages of lost coordinators are quiet.
-        life: with a flag, how many coordinators rank 0 had lost before, modulo 64: no token says
-            the same as one of another life.
+        life: with a flag, how many coordinators the group had lost before, modulo 64: no token
+            says the same as one of another life.
 
     """
 
@@ -41,6 +41,10 @@ class Token(NamedTuple):
         if flags:
             flags |= self.life % _LIVES << _LIFE_SHIFT
         return self.head.pack()[:-1] + bytes([flags])
+
+    def begets(self, life: int) -> bool:
+        """Whether ``life`` is the one that begins when this token, with ``lost``, is drained."""
+        return self.lost and (self.life + 1) % _LIVES == life % _LIVES
 
     @classmethod
     def unpack(cls, token: bytes) -> Token:
