@@ -100,7 +100,8 @@ class Membership:
             if refusal is not None:
                 return refusal
         # A late joiner gets everything that was kept for it; who takes a place, what is not common yet.
-        have = group.log.first - 1 if holder is None else group.stable
+        joins_late = holder is None and group.origin == (0, 0)
+        have = group.log.first - 1 if joins_late else group.stable
         return self.place(group, hello, identity, have)
 
     def found(self, hello: Hello) -> Group | None:

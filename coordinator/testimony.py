@@ -23,6 +23,7 @@ class Testimony:
         most: the hello of the rank that has heard most.
         events: all events that are remembered, by number.
         contrary: the hellos that contradict that rank's.
+        least: up to where all others have everything.
 
     """
 
@@ -32,14 +33,13 @@ class Testimony:
         self.most = self.hellos[0]
         self.events: dict[int, Event] = {}
         self.contrary: list[Hello] = []
-        self._least = self.most.acknowledged
+        self.least = self.most.acknowledged
         for hello in self.hellos:
-            remembered = _numbered(hello)
-            if any(self.events.get(number, event) != event for number, event in remembered.items()):
+            if self.events and not agrees(hello, self.events):
                 self.contrary.append(hello)
             else:
-                self.events.update(remembered)
-                self._least = hello.acknowledged
+                self.events.update(_numbered(hello))
+                self.least = hello.acknowledged
 
     @property
     def held(self) -> int:
@@ -48,13 +48,22 @@ class Testimony:
         return len({held.room for memory in memories if memory for held in memory.held})
 
     @property
-    def missed(self) -> list[Event]:
-        """The last events, as far back as some rank lacks them and another one remembers them."""
-        number, missed = self.most.acknowledged, []
-        while number > self._least and number in self.events:
-            missed.append(self.events[number])
+    def kept(self) -> list[Event]:
+        """The last events in order, as far back as they are remembered without a gap."""
+        number, kept = self.most.acknowledged, []
+        while number in self.events:
+            kept.append(self.events[number])
             number -= 1
-        return missed[::-1]
+        return kept[::-1]
+
+
+def agrees(hello: Hello, events: dict[int, Event]) -> bool:
+    """Whether a rank has heard nothing but what ``events`` say, which begin where all is known."""
+    mine = _numbered(hello)
+    if hello.acknowledged > max(events, default=0):
+        return False
+    common = mine.keys() & events.keys()
+    return all(mine[number] == events[number] for number in common) and bool(common or not mine)
 
 
 def _numbered(hello: Hello) -> dict[int, Event]:
