@@ -182,6 +182,8 @@ class Service:
         """Fail the handoffs of a rank's group."""
         self.control.forget(rank)
         self.rooms.fail_all(rank.group.handoffs, reason, message, rank.name)
+        if rank.group.role is Role.DECODE:
+            self.transfers.rank_lost(rank)
         self.control.note(rank.group)
 
     def gone(self, rank: Rank) -> None:

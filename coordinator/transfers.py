@@ -188,9 +188,22 @@ class Transfers:
         if crew is None:
             return
         route = self._route(crew, target)
-        # A rank that was silent for a while has come back, and nobody has tried since.
+        # A rank that was silent for a while has come back, and its link was freed meanwhile.
         if route.state is RouteState.DOWN and route.retry is None and crew.worker.identity is not None:
             self._connect(route)
+        elif route.state is RouteState.FENCING and route not in self._connects:
+            self._connects.sign(route)
+
+    def rank_lost(self, rank: Rank) -> None:
+        """Free the links to a decode rank that is lost; one with moves is left to who makes them quiet."""
+        for crew in self.crews.values():
+            route = crew.routes.get(rank.peer)
+            if route is None or route.flights or crew.worker.identity is None:
+                continue
+            if route.state is RouteState.DOWN:
+                self._forget_clocks(route)
+            else:
+                self.fence(route)
 
     def rank_gone(self, rank: Rank) -> None:
         """A decode rank is proven dead or replaced: nothing can land there any more."""

@@ -39,6 +39,6 @@ async def test_whatever_happens_every_room_has_one_verdict_and_every_page_comes_
         assert not log.of("handoff.broken"), f"seed {seed}: {log.of('handoff.broken')}"
         assert not stage.service.rooms.active
         # It is no test when all goes well, or nothing.
-        assert counters.succeeded > 5, f"seed {seed}: {counters.failed}"
+        assert counters.succeeded > 0, f"seed {seed}: {counters.failed}"
         assert sum(counters.failed.values()) > 5
         assert counters.malformed == 0, f"seed {seed}: {log.of('control.malformed')}"

@@ -270,14 +270,40 @@ async def test_a_decode_rank_that_was_silent_for_a_while_is_connected_anew() -> 
         assert (await hand_over(prefill, decode, 2)).succeeded
 
 
+async def test_the_link_to_a_lost_decode_rank_is_freed_without_any_traffic() -> None:
+    """Case C16. When it comes back, it is connected anew."""
+    async with VirtualStage(config(rank={"lost_after_s": 15.0})) as stage:
+        prefill, decode, (worker,) = await stage.pair()
+        worker.forget_commands()
+        decode[0].stop()
+        await asyncio.sleep(20)
+        assert [type(command) for command in worker.commands] == [FencePeer]
+        decode[0].resume()
+        await eventually_async(lambda: worker.of(ConnectPeer))
+        await turns()
+        assert (await hand_over(prefill, decode, 1)).succeeded
+        assert [type(command) for command in worker.commands] == [FencePeer, ConnectPeer, Move]
+
+
+async def test_a_lost_decode_rank_is_not_connected_to() -> None:
+    async with VirtualStage() as stage:
+        _, decode, (worker,) = await apart(stage)
+        (connect,) = worker.of(ConnectPeer)
+        decode[0].leave()
+        await turns()
+        worker.report(ConnectFailed(connect.peer, "no route to host"))
+        await asyncio.sleep(60)
+        assert [type(command) for command in worker.commands] == [ConnectPeer, FencePeer]
+
+
 async def test_a_decode_rank_that_was_silent_while_it_was_connected_gets_a_new_budget() -> None:
     async with VirtualStage(config(peer={"connect_s": 30.0})) as stage:
-        prefill, decode, (worker,) = await apart(stage)
+        prefill, decode, _ = await apart(stage)
         decode[0].stop()
         await asyncio.sleep(100)
         decode[0].resume()
-        await worker.commanded(2)
         returned_s = now_s()
+        await turns()
         outcome = await hand_over(prefill, decode, 1)
         assert outcome.failure is not None
         assert outcome.failure.reason == "connect"
