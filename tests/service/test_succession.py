@@ -74,6 +74,7 @@ async def test_the_whole_group_begins_anew() -> None:
             rank.offer(7, 1)
         for rank in (first, second):
             rank.send_pages(7, 1)
+        for rank in (first, second):
             assert (await rank.outcome(7, attempt=2)).succeeded
             assert [type(event) for event in rank.events] == [Outcome, Released]
 
@@ -91,8 +92,7 @@ async def test_a_decode_group_begins_anew() -> None:
         await eventually_async(lambda: worker.of(FencePeer))
         worker.failed(move, "disconnected")
         await prefill[0].release(7)
-        connects = [command.endpoint for command in worker.of(ConnectPeer)]
-        assert connects[-1] == b"elsewhere"
+        assert b"elsewhere" in {command.endpoint for command in worker.of(ConnectPeer)}
         assert not new.events
 
 
