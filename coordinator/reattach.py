@@ -174,7 +174,8 @@ class Reattach:
         """Take back a rank whose group did not wait for it, if what it has is what the group had."""
         epoch, head = group.origin
         same = hello.epoch == epoch and hello.acknowledged <= head
-        if same or agrees(hello, dict(enumerate(group.log.since(0), group.log.first))):
+        known = dict(enumerate(group.log.since(0), group.log.first))
+        if same or (hello.acknowledged in known and agrees(hello, known)):
             self._take_back(group, hello, identity)
         else:
             self._refuse(group, hello, identity)

@@ -58,12 +58,10 @@ class Testimony:
 
 
 def agrees(hello: Hello, events: dict[int, Event]) -> bool:
-    """Whether a rank has heard nothing but what ``events`` say, which begin where all is known."""
-    mine = _numbered(hello)
+    """Whether a rank has heard what ``events`` say, as far as both are remembered, and nothing after them."""
     if hello.acknowledged > max(events, default=0):
         return False
-    common = mine.keys() & events.keys()
-    return all(mine[number] == events[number] for number in common) and bool(common or not mine)
+    return all(events.get(number, event) == event for number, event in _numbered(hello).items())
 
 
 def _numbered(hello: Hello) -> dict[int, Event]:
