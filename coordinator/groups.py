@@ -23,6 +23,7 @@ class Rank:
         applied: its engine has drained every event up to this one.
         listening: it has seen a broadcast.
         alive: it is a member of its group now.
+        forgotten: it was lost and silent for so long that nothing is kept for it any more.
         gone: it is proven that its process does not run any more, or that its place is taken.
         seen_at_s: its last sign of life, on the loop's clock.
 
@@ -32,6 +33,7 @@ class Rank:
         "acknowledged",
         "alive",
         "applied",
+        "forgotten",
         "gone",
         "group",
         "hello",
@@ -58,6 +60,7 @@ class Rank:
         self.listening = False
         self.alive = True
         self.gone = False
+        self.forgotten = False
         self.seen_at_s = now_s
 
 
@@ -107,7 +110,7 @@ class Group:
     @property
     def deserted(self) -> bool:
         """Whether every member that it ever had is gone: nobody hears it any more."""
-        return all(rank is None or rank.gone for rank in self.ranks)
+        return all(rank is None or rank.gone or rank.forgotten for rank in self.ranks)
 
     def received(self) -> list[int]:
         """For each rank, up to which number its items have arrived."""
@@ -145,7 +148,7 @@ class Group:
                 (
                     self.log.first - 1 if rank is None else rank.acknowledged
                     for rank in self.ranks
-                    if rank is None or not rank.gone
+                    if rank is None or not (rank.gone or rank.forgotten)
                 ),
                 default=self.stable,
             )
@@ -162,7 +165,9 @@ class Group:
             (
                 rank.applied
                 for rank in self.ranks
-                if rank is not None and not rank.gone and (rank.alive or rank.acknowledged >= kept)
+                if rank is not None
+                and not (rank.gone or rank.forgotten)
+                and (rank.alive or rank.acknowledged >= kept)
             ),
             default=self.log.head,
         )

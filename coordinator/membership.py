@@ -35,6 +35,8 @@ CONTEST_HEARTBEATS: Final = 3
 #: A field of /proc/PID/stat, counted from behind the name, and what the kernel sets in it when an end begins.
 _FLAGS: Final = 6
 _PF_EXITING: Final = 0x4
+#: A lost rank that is not heard of for this long is not waited for any more (case C16).
+FORGET_AFTER_S: Final = 600.0
 
 _log = get_logger()
 
@@ -50,6 +52,9 @@ class MembershipEvents(Protocol):
 
     def gone(self, rank: Rank) -> None:
         """A lost rank is proven to touch nothing any more."""
+
+    def forgotten(self, rank: Rank) -> None:
+        """A lost rank was not heard of for so long that nothing is kept ready for it any more."""
 
     def moved(self, rank: Rank) -> None:
         """A member has another endpoint, and the former one is gone."""
@@ -72,6 +77,7 @@ class Membership:
         self._counters = counters
         self._events = events
         self._silence: Watch[Rank] = Watch(config.rank.lost_after_s, self._silent)
+        self._lost: Watch[Rank] = Watch(FORGET_AFTER_S, self._forget)
         self._contests: dict[Rank, tuple[int, float]] = {}
         self._overflows: dict[Group, tuple[int, float]] = {}
         self._pidfds: dict[Rank, int] = {}
@@ -124,6 +130,7 @@ class Membership:
         if rank.alive:
             rank.alive = False
             self._silence.discard(rank)
+            self._lost.sign(rank)
             self._contests.pop(rank, None)
             rank.group.incarnation += 1
             self._counters.ranks_lost += 1
@@ -136,6 +143,7 @@ class Membership:
             self._events.lost(rank, reason, message)
         if gone and not rank.gone:
             rank.gone = True
+            self._lost.discard(rank)
             self._unwatch(rank)
             rank.group.drained()
             self._events.gone(rank)
@@ -176,6 +184,7 @@ class Membership:
     def close(self) -> None:
         """Stop watching."""
         self._silence.close()
+        self._lost.close()
         for rank in list(self._pidfds):
             self._unwatch(rank)
 
@@ -217,6 +226,8 @@ class Membership:
             self.sign(rank)
             return rank
         rank.alive = True
+        rank.forgotten = False
+        self._lost.discard(rank)
         rank.hello = hello
         self.sign(rank)
         _log.info("rank.returned", rank=rank.name)
@@ -373,6 +384,15 @@ class Membership:
     def _silent(self, rank: Rank) -> None:
         message = f"{rank.name} gave no sign of life for {self._silence.bound_s:g} s"
         self.lose(rank, _loss(rank), message, gone=False)
+
+    def _forget(self, rank: Rank) -> None:
+        """Free what is kept for a rank that did not come back. Pages held for it stay held."""
+        rank.forgotten = True
+        _log.info("rank.forgotten", rank=rank.name, silent_s=round(FORGET_AFTER_S))
+        rank.group.heard()
+        rank.group.drained()
+        self._events.forgotten(rank)
+        self._drop_if_empty(rank.group)
 
     def _drop_if_empty(self, group: Group) -> None:
         if group.deserted and self.groups.get(group.name) is group:

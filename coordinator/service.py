@@ -193,6 +193,13 @@ class Service:
         elif rank in self.transfers.crews:
             self._spawn(self._dismiss(rank))
 
+    def forgotten(self, rank: Rank) -> None:
+        """Keep no link to a rank that did not come back, and no worker for it."""
+        if rank.group.role is Role.DECODE:
+            self.transfers.forget(rank)
+        elif rank in self.transfers.crews:
+            self._spawn(self._dismiss(rank))
+
     def moved(self, rank: Rank) -> None:
         """Write to where a decode rank's memory can be reached now."""
         self.transfers.rank_moved(rank)

@@ -217,6 +217,17 @@ class Transfers:
             for flight in list(route.flights.values()):
                 flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
 
+    def forget(self, rank: Rank) -> None:
+        """Drop the ways to a rank that did not come back, unless something may still move there."""
+        for crew in self.crews.values():
+            route = crew.routes.get(rank.peer)
+            if route is None or route.flights:
+                continue
+            del crew.routes[rank.peer]
+            self._forget_clocks(route)
+            if crew.worker.identity is not None:
+                crew.commands.put(FencePeer(rank.peer))
+
     def rank_moved(self, rank: Rank) -> None:
         """A decode rank is reached elsewhere now: what was on its way to its former endpoint fails."""
         for crew in self.crews.values():
