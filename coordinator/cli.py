@@ -85,6 +85,10 @@ def demo(
     handoffs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="How many requests are handed over.")
     ] = 200,
+    kill_coordinator: Annotated[
+        bool,
+        typer.Option("--kill-coordinator", help="Kill the coordinator in the middle, instead of decode."),
+    ] = False,
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the result to this file as JSON, too."),
@@ -94,7 +98,12 @@ def demo(
     from coordinator.sim import demo as show
 
     options = show.DemoOptions(
-        backend=backend.value, prefill_tp=prefill_tp, decode_tp=decode_tp, handoffs=handoffs, json_path=json
+        backend=backend.value,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        handoffs=handoffs,
+        kill_coordinator=kill_coordinator,
+        json_path=json,
     )
     raise typer.Exit(show.run(options))
 

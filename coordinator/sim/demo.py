@@ -44,6 +44,7 @@ class DemoOptions:
         prefill_tp: ranks of the prefill engine.
         decode_tp: ranks of the decode engine.
         handoffs: how many requests are handed over.
+        kill_coordinator: kill the coordinator in the middle, instead of decode.
         json_path: where the result is written as JSON, too.
         settle_s: bound of every wait for handoffs.
         sabotage: faults to build in, by group name, to prove that the demo can fail.
@@ -54,6 +55,7 @@ class DemoOptions:
     prefill_tp: int = 2
     decode_tp: int = 2
     handoffs: int = 200
+    kill_coordinator: bool = False
     json_path: Path | None = None
     settle_s: float = 60.0
     sabotage: Mapping[str, Sabotage] = field(default_factory=dict)
@@ -104,10 +106,19 @@ def _refusal(options: DemoOptions) -> str:
 def _drive(options: DemoOptions, console: Console) -> Summary:
     world_size = options.prefill_tp
     cluster_options = ClusterOptions(
-        backend=options.backend, layout=small_layout(world_size), sabotage=options.sabotage
+        backend=options.backend,
+        layout=small_layout(world_size),
+        sabotage=options.sabotage,
+        # Rooms of which one side alone knows are judged when this is over: nobody wants to watch 10 s.
+        coordinator={"rank": {"reattach_s": 3.0}} if options.kill_coordinator else {},
     )
     began_s = time.monotonic()
-    drive_options = DriveOptions(handoffs=options.handoffs, settle_s=options.settle_s)
+    drive_options = DriveOptions(
+        handoffs=options.handoffs,
+        kill_decode=not options.kill_coordinator,
+        kill_coordinator=options.kill_coordinator,
+        settle_s=options.settle_s,
+    )
     with Cluster(cluster_options) as cluster, Display(console, options.handoffs) as display:
         display.tell(
             f"A coordinator, a prefill engine of {options.prefill_tp} ranks and a decode engine of "

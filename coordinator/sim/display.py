@@ -104,7 +104,12 @@ def _rows(summary: Summary) -> list[tuple[str, str, str]]:
         rows.append(("failed everywhere", _seconds(summary.failed_everywhere_s), "after the kill"))
     if summary.restart_s is not None:
         rows.append(("decode ready again", _seconds(summary.restart_s), "after the kill"))
-    rows.append(("time to heal", _seconds(summary.heal_s), "from the kill to the first success after it"))
+    if summary.recover_s is not None:
+        rows.append(
+            ("time to recover", _seconds(summary.recover_s), "from its kill to the first success after it")
+        )
+    else:
+        rows.append(("time to heal", _seconds(summary.heal_s), "from the kill to the first success after it"))
     rows.append(("whole run", _seconds(summary.seconds), ""))
     return rows
 

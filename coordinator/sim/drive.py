@@ -35,6 +35,7 @@ class DriveOptions:
         handoffs: how many.
         concurrency: how many at once.
         kill_decode: SIGKILL the decode engine in the middle, and start a new incarnation.
+        kill_coordinator: SIGKILL the coordinator in the middle, and start it again at its address.
         settle_s: bound of every wait for handoffs to be over.
         seed: of the workload.
 
@@ -43,6 +44,7 @@ class DriveOptions:
     handoffs: int = 200
     concurrency: int = 8
     kill_decode: bool = True
+    kill_coordinator: bool = False
     settle_s: float = 60.0
     seed: int = 0
 
@@ -99,6 +101,10 @@ class Drive:
             burst = max(1, min(_BURST, self._options.handoffs // 4))
             self._feed(until_left=(self._left + burst) // 2)
             self._heal(self._kill_in_flight(burst))
+        if self._options.kill_coordinator:
+            burst = max(1, min(_BURST, self._options.handoffs // 4))
+            self._feed(until_left=(self._left + burst) // 2)
+            self._replace_coordinator(self._catch_in_flight(burst))
         self._feed(until_left=0)
         self._wait(lambda: not self._book.open, "every handoff to be over on every rank")
 
@@ -172,6 +178,21 @@ class Drive:
         waiting = [handoff.request.room for handoff in orphans if handoff.waiting]
         self._prefill.cancel(waiting, "its decode engine was restarted")
 
+    def _replace_coordinator(self, caught: list[Handoff]) -> None:
+        """Kill the coordinator with handoffs in flight, start it again, and see all of them end."""
+        coordinator = self._cluster.coordinator
+        doomed = sum(1 for handoff in self._book.open.values() if handoff.outcome is None)
+        self._tell(f"the coordinator is killed now (SIGKILL) with {doomed} handoffs in flight")
+        self._times.coordinator_killed_s = time.monotonic()
+        coordinator.kill()
+        coordinator.start()
+        # Said while it is away: they are handed over when it is back.
+        self._submit([self._workload.ordinary() for _ in range(min(self._options.concurrency, self._left))])
+        self._wait(lambda: not any(handoff.waiting for handoff in caught), "verdicts of the new coordinator")
+        self._wait(lambda: self._times.recovered_s is not None, "a success with the new coordinator")
+        since_s = self._times.since_coordinator_kill(self._times.recovered_s)
+        self._tell(f"the first handoff with the new coordinator succeeded {since_s:.2f} s after the kill")
+
     def _tell_since_kill(self, what: str, now_s: float) -> None:
         self._tell(f"{what} {self._times.since_kill(now_s):.2f} s after the kill")
 
@@ -200,11 +221,19 @@ class Drive:
         """See what was settled since the last look."""
         for handoff in self._book.settled[self._seen :]:
             self._workload.may_use_again(handoff.request)
+            self._note_recovery(handoff)
             if handoff.outcome == "" and self._times.healed_s is None and handoff.decode.incarnation > 1:
                 self._times.healed_s = handoff.settled_s
                 self._tell_since_kill("the first handoff to it succeeded", time.monotonic())
         self._seen = len(self._book.settled)
         self._tick()
+
+    def _note_recovery(self, handoff: Handoff) -> None:
+        killed_s, settled_s = self._times.coordinator_killed_s, handoff.settled_s
+        if killed_s is None or settled_s is None or self._times.recovered_s is not None:
+            return
+        if handoff.outcome == "" and settled_s > killed_s:
+            self._times.recovered_s = settled_s
 
     def _without_success(self) -> list[str]:
         """Handoffs to the decode engine as it is now must not all have failed."""

@@ -35,6 +35,8 @@ class Summary:
         failed_everywhere_s: from the kill until every prefill rank had applied the failure of the
             last handoff that was in flight to the killed incarnation; None when nothing was killed.
         restart_s: from the kill until all ranks of the new incarnation were ready.
+        recover_s: from the kill of the coordinator to the first success after it, the start of the
+            new one included; None when it was not killed, or nothing has succeeded since.
         problems: a sentence for everything that must not be.
         examples: for each reason, one of its sentences.
 
@@ -54,6 +56,7 @@ class Summary:
     ranks_agree: bool
     failed_everywhere_s: float | None = None
     restart_s: float | None = None
+    recover_s: float | None = None
     problems: tuple[str, ...] = ()
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -68,7 +71,10 @@ class Summary:
             "backend handoffs succeeded failed unresolved corrupt_pages bytes_moved seconds "
             "p50_ms p99_ms heal_s ranks_agree"
         )
-        return {name: _rounded(getattr(self, name)) for name in names.split()}
+        figures = {name: _rounded(getattr(self, name)) for name in names.split()}
+        if self.recover_s is not None:
+            figures["recover_s"] = _rounded(self.recover_s)
+        return figures
 
 
 @dataclass(slots=True)
@@ -81,6 +87,14 @@ class Times:
     failed_everywhere_s: float | None = None
     ready_again_s: float | None = None
     healed_s: float | None = None
+    coordinator_killed_s: float | None = None
+    recovered_s: float | None = None
+
+    def since_coordinator_kill(self, moment_s: float | None) -> float | None:
+        """How long after the kill of the coordinator a moment was."""
+        if moment_s is None or self.coordinator_killed_s is None:
+            return None
+        return moment_s - self.coordinator_killed_s
 
     def since_kill(self, moment_s: float | None) -> float | None:
         """How long after the kill a moment was."""
@@ -120,6 +134,7 @@ def summarize(
         ranks_agree=not book.disagreements,
         failed_everywhere_s=times.since_kill(times.failed_everywhere_s),
         restart_s=times.since_kill(times.ready_again_s),
+        recover_s=times.since_coordinator_kill(times.recovered_s),
         problems=tuple(problems),
         examples={handoff.outcome: handoff.failure for handoff in over if handoff.outcome},
     )

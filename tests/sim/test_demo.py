@@ -64,6 +64,26 @@ def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in output
 
 
+def test_the_coordinator_is_killed_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = DemoOptions(backend="loopback", handoffs=60, kill_coordinator=True)
+    code, result = show(tmp_path, options)
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert result["unresolved"] == result["corrupt_pages"] == 0
+    assert result["ranks_agree"] is True
+    assert result["handoffs"] == 60
+    failed = result["failed"]
+    assert isinstance(failed, dict)
+    assert set(failed) <= {"coordinator_restarted"}
+    recover_s = result["recover_s"]
+    assert isinstance(recover_s, float)
+    assert recover_s > 0
+    for text in ("the coordinator is killed now", "time to recover", "All is well"):
+        assert text in output
+
+
 @pytest.mark.parametrize(
     ("backend", "package"),
     [
