@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from backends.base import InvalidTransferError
 from backends.file_locks import holder, try_lock, unlock
 from backends.memory import open_shared
-from coordinator.worker.memory import lock_for
+from coordinator.worker.memory import LOCKS, lock_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ class SourceProof(Proof):
         """See ``Proof.welcomed``."""
         if self._descriptor >= 0:
             # Explicitly: a forked child would hold it as long as it has the descriptor.
-            unlock(self._descriptor, lock_for(0))
+            unlock(self._descriptor, LOCKS)
             self.close()
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ from coordinator.worker.settings import POOL_PREFIX, is_pool_path
 LOCK_S: Final = 10.0
 LOCK_POLL_S: Final = 0.02
 _LOCK_BYTES: Final = 1 << 60
+#: Whatever ``lock_for`` may return lies in it.
+LOCKS: Final = Range(0, 2 * _LOCK_BYTES)
 
 
 def lock_for(instance: int) -> Range:
