@@ -75,7 +75,10 @@ async def test_a_room_is_used_again_after_its_end() -> None:
 
 
 async def test_what_was_said_before_the_verdict_was_drained_does_not_open_a_new_attempt() -> None:
-    """Case C30: rank 1 speaks of attempt 1 while its verdict is on the way to it."""
+    """Case C30: rank 1 speaks of attempt 1 while its verdict is on the way to it.
+
+    Case C38: the room is used again meanwhile, and nothing of its last attempt counts for the new one.
+    """
     async with VirtualStage() as stage:
         prefill, decode, workers = await stage.pair(2)
         prefill[0].send_pages(7, 1)
