@@ -124,7 +124,7 @@ class Reattach:
             # It said hello once more before it heard the answer to the first one.
             self._answer(hello, identity, self._membership.hello(hello, identity, 0))
             return
-        if group is not None and hello.memory is not None and group.log.head:
+        if group is not None and hello.memory is not None and _goes_on(group):
             self._come_late(group, hello, identity)
             return
         loop = asyncio.get_running_loop()
@@ -145,13 +145,16 @@ class Reattach:
         hellos = list(waiting.hellos.values())
         testimony = Testimony(waiting.memories.values())
         most = testimony.most
+        early = self._membership.groups.get(name)
+        for rank in early.ranks if early is not None else ():
+            if rank is not None:
+                # It was here before the past of its group was, and joins anew.
+                self._membership.lose(rank, Reason.COORDINATOR_RESTARTED, LOST, gone=True)
         group = self._membership.found(most)
         assert group is not None  # noqa: S101 - there was room
         group.log.restore(most.acknowledged, testimony.kept)
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
-        for rank in group.live:
-            rank.acknowledged = rank.applied = group.log.head
         self._remember(group, testimony.events)
         _log.warning(
             "group.restored",
@@ -188,7 +191,7 @@ class Reattach:
         self._answer(hello, identity, self._membership.refused(hello, "late", message, fatal=True))
 
     def _take_back(self, group: Group, hello: Hello, identity: bytes) -> None:
-        have = group.log.head if hello.memory is None else hello.acknowledged
+        have = group.stable if hello.memory is None else hello.acknowledged
         if have < group.log.first - 1:
             message = (
                 f"events {have + 1} to {group.log.first - 1} are not known to any rank any more; restart it"
@@ -309,3 +312,8 @@ class Reattach:
         for attempt in self._unreleased.pop(group, {}):
             self._rooms.tell(group, attempt.room, Released(attempt.room, attempt.attempt))
         _log.info("group.quiet", group=group.name)
+
+
+def _goes_on(group: Group) -> bool:
+    """Whether the group is one already: it was restored, or all its ranks are new."""
+    return group.origin != (0, 0) or len(group.live) == group.world_size
