@@ -8,23 +8,20 @@ engine costs this thread one only when the engine has asked for a descriptor to 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import secrets
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Final, TypeVar
-
-import zmq
+from typing import TYPE_CHECKING, Final
 
 from coordinator.client.doorbell import Doorbell
+from coordinator.client.lines import Lines
 from coordinator.client.prover import Prover
-from coordinator.client.sockets import load_keys, open_control, open_outcomes
+from coordinator.client.sockets import load_keys
 from coordinator.client.standing import RankState
 from coordinator.client.token import Token
-from coordinator.errors import ClosedError, ConfigError, NotReadyError, ProtocolError, RefusedError
-from coordinator.messages import Bye, decode_broadcast, decode_to_rank, encode
+from coordinator.errors import ClosedError, ConfigError, NotReadyError, RefusedError
+from coordinator.messages import Bye, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,18 +30,12 @@ if TYPE_CHECKING:
     from coordinator.client.lives import Lives
     from coordinator.client.proof import Proof
     from coordinator.client.settings import ClientSettings
-    from coordinator.messages import Broadcast, Event, Item, Refused, ToRank
+    from coordinator.messages import Event, Item, Refused
 
-#: Messages taken from one socket before the other one and the timers get their turn.
-_BATCH: Final = 256
 #: Batches of items sent before it is looked what has arrived.
 _BATCHES: Final = 16
 _MAX_SLEEP_S: Final = 60.0
-#: How long what was sent at the end may take to leave; nobody waits for it.
-_LINGER_MS: Final = 200
 _CLOSE_S: Final = 2.0
-
-_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +45,6 @@ class IoThread:
 
     Attributes:
         lives: guarded by our lock, except for plain reads of single attributes.
-        malformed: how many frames were dropped because they could not be read.
 
     """
 
@@ -74,43 +64,32 @@ class IoThread:
             ConfigError: ZeroMQ cannot use the address, or a key file cannot be read.
 
         """
-        self._keys = load_keys(settings)
+        keys = load_keys(settings)
         self.lives = lives
-        self.malformed = 0
-        self._address = address
-        self._topic = group.encode() + b"\0"
-        self._identity = _new_identity()
         # As a condition it tells the engine's threads of every change.
         self._lock = threading.Condition(threading.Lock())
         self._wake = Doorbell()
         self._bell: Doorbell | None = None
         self._sleeping = False
         self._stopping = False
-        # Whose sockets we have: what they bring is for this conversation and no later one.
-        self._talk = lives.conversation
-        self._opened = (self._talk.outcomes, self._talk.connections)
         self._prover = Prover(lives, make_proof(self.endpoint_moved))
-        self._outcomes: zmq.Socket[bytes] | None = None
         try:
-            # Opened here, where a bad address can be told; from its start on the thread owns it.
-            self._control = open_control(address, self._identity, self._keys)
-        except zmq.ZMQError as error:
+            # Opened here, where a bad address can be told; from its start on the thread owns them.
+            self._lines = Lines(lives.conversation, address, group, keys, self._wake.fileno())
+        except ConfigError:
             self._wake.close()
-            problem = (
-                f"address: {address!r} cannot be used: {error}; give the coordinator's control "
-                f"address, such as ipc:///run/kv-coordinator/control or tcp://host:port"
-            )
-            raise ConfigError([problem]) from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake.fileno(), zmq.POLLIN)
-        self._poller.register(self._control, zmq.POLLIN)
-        self._thread = threading.Thread(
-            target=self._run, name=f"kv-client-{self._talk.standing.name}", daemon=True
-        )
+            raise
+        name = f"kv-client-{lives.conversation.standing.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _threads.add(self)
         self._thread.start()
 
     # --- for the engine's threads ------------------------------------------------------------
+
+    @property
+    def malformed(self) -> int:
+        """How many frames were dropped because they could not be read."""
+        return self._lines.malformed
 
     def say(self, item: Item, size_bytes: int, inbox: Inbox) -> None:
         """Queue an item; see ``Lives.say``."""
@@ -136,18 +115,20 @@ class IoThread:
 
         """
         token = None if through is None else Token.unpack(through)
-        lives, talk = self.lives, self.lives.conversation
+        lives, standing = self.lives, self.lives.conversation.standing
         with self._lock:
             if self._bell is not None:
                 self._bell.silence()
             if token is not None and not lives.reaches(token):
-                self._lock.wait_for(lambda: lives.reaches(token) or talk.standing.fault is not None, wait_s)
+                self._lock.wait_for(lambda: lives.reaches(token) or standing.fault is not None, wait_s)
                 if not lives.reaches(token):
-                    talk.standing.check()
+                    standing.check()
                     raise NotReadyError(lives.behind(token, wait_s))
+            talk, demands = lives.conversation, lives.demands
             events = lives.drain(token, time.monotonic())
-            if lives.conversation is not talk:
+            if lives.demands != demands:
                 self._prover.lost()
+            if lives.conversation is not talk:
                 self._wake.ring()
             return events or ()
 
@@ -215,13 +196,11 @@ class IoThread:
         except Exception as error:  # noqa: BLE001 - the thread's door: every later call raises this cause
             self._die(error)
         finally:
-            self._control.close(_LINGER_MS)
-            if self._outcomes is not None:
-                self._outcomes.close(0)
+            self._lines.close()
             self._prover.close()
 
     def _loop(self) -> None:
-        standing = self._talk.standing
+        standing = self.lives.conversation.standing
         while not self._stopping and standing.fault is None:
             with self._lock:
                 self.lives.tick(time.monotonic())
@@ -236,7 +215,7 @@ class IoThread:
             self._receive()
         if standing.fault is None:
             self._send()
-            self._transmit(encode(Bye()))
+            self._lines.transmit(encode(Bye()))
 
     def _die(self, error: Exception) -> None:
         talk = self.lives.conversation
@@ -249,102 +228,64 @@ class IoThread:
             self._tell_engine()
 
     def _follow(self) -> None:
-        """Open the sockets that the conversation wants."""
+        """Have the lines that the conversation wants."""
         talk = self.lives.conversation
-        wanted = (talk.outcomes, talk.connections)
-        if talk is self._talk and wanted == self._opened:
-            return
-        address, connections = wanted
-        if talk is not self._talk:
-            # Under another name: what is still said to the former one goes nowhere.
-            self._talk = talk
-            self._identity = _new_identity()
-            self._reconnect()
-        elif connections != self._opened[1]:
-            self._reconnect()
-        if self._outcomes is not None:
-            self._poller.unregister(self._outcomes)
-            self._outcomes.close(0)
-            self._outcomes = None
-        self._opened = wanted
-        if address:
-            self._subscribe(address)
-
-    def _reconnect(self) -> None:
-        self._poller.unregister(self._control)
-        self._control.close(0)
-        self._control = open_control(self._address, self._identity, self._keys)
-        self._poller.register(self._control, zmq.POLLIN)
-        with self._lock:
-            self._talk.unblocked()
-
-    def _subscribe(self, address: str) -> None:
         try:
-            self._outcomes = open_outcomes(address, self._topic, self._keys)
-        except zmq.ZMQError as error:
-            message = (
-                f"the coordinator at {self._address} has {self._talk.standing.name} subscribe to "
-                f"{address!r}, which cannot be used: {error}; correct the address that it advertises"
-            )
+            is_new = self._lines.follow(talk)
+        except RefusedError as error:
             with self._lock:
-                self._talk.fail(RankState.REFUSED, RefusedError(message))
+                talk.fail(RankState.REFUSED, error)
                 self._tell_engine()
             return
-        self._poller.register(self._outcomes, zmq.POLLIN)
+        if is_new:
+            with self._lock:
+                talk.unblocked()
 
     def _send(self) -> None:
         """Send what is due; not for ever, however fast the engine speaks."""
+        talk = self._lines.talk
         for _ in range(_BATCHES):
             with self._lock:
-                mine = self.lives.conversation is self._talk and not self._prover.prepares
-                message = self.lives.next_message(time.monotonic()) if mine else None
+                # Not over the lines of a former conversation, nor before all is prepared for the next.
+                may_speak = self.lives.conversation is talk and not self._prover.prepares
+                message = self.lives.next_message(time.monotonic()) if may_speak else None
             if message is None:
                 return
-            if not self._transmit(encode(message)):
+            if not self._lines.transmit(encode(message)):
                 with self._lock:
-                    self._talk.blocked(time.monotonic())
+                    talk.blocked(time.monotonic())
                     self._tell_engine()
-                # Wakes us as soon as there is a connection.
-                self._poller.modify(self._control, zmq.POLLIN | zmq.POLLOUT)
                 return
-
-    def _transmit(self, frame: bytes) -> bool:
-        try:
-            self._control.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
 
     def _sleep(self) -> None:
         """Wait for a message, for something to say, or for the time to say it."""
         # From here on a caller wakes us. Whoever came before that has left its item in the outbox.
         self._sleeping = True
-        with self._lock:
-            mine = self.lives.conversation is self._talk
-            due_s = min(self.lives.due_s() if mine else 0.0, self._prover.due_s)
-        left_s = 0.0 if self._stopping else min(max(0.0, due_s - time.monotonic()), _MAX_SLEEP_S)
-        ready = dict(self._poller.poll(math.ceil(left_s * 1000)))
+        left_s = 0.0 if self._stopping else min(max(0.0, self._due_s() - time.monotonic()), _MAX_SLEEP_S)
+        ready = self._lines.wait(left_s)
         self._sleeping = False
-        if self._wake.fileno() in ready:
+        if ready.rang:
             self._wake.silence()
-        if ready.get(self._control, 0) & zmq.POLLOUT:
-            self._poller.modify(self._control, zmq.POLLIN)
+        if ready.writable:
             with self._lock:
-                self._talk.unblocked()
+                self._lines.talk.unblocked()
+
+    def _due_s(self) -> float:
+        with self._lock:
+            if self.lives.conversation is not self._lines.talk:
+                return 0.0
+            if self._prover.prepares:
+                return self._prover.due_s
+            return min(self.lives.due_s(), self._prover.due_s)
 
     def _receive(self) -> None:
         """Take what has arrived."""
-        broadcasts: list[Broadcast] = []
-        messages: list[ToRank] = []
-        # Broadcasts first: what the coordinator says to us alone is about a later moment, if any.
-        if self._outcomes is not None:
-            self._read(self._outcomes, broadcasts, self._as_broadcast)
-        self._read(self._control, messages, self._as_message)
+        broadcasts, messages = self._lines.receive()
         if not broadcasts and not messages:
             return
         now_s = time.monotonic()
         with self._lock:
-            if self.lives.conversation is not self._talk:
+            if self.lives.conversation is not self._lines.talk:
                 return  # It is over.
             for broadcast in broadcasts:
                 self.lives.hear_broadcast(broadcast, now_s)
@@ -352,45 +293,11 @@ class IoThread:
                 self.lives.hear(message, now_s)
             self._tell_engine()
 
-    def _read(self, socket: zmq.Socket[bytes], into: list[_T], decode: Callable[[list[bytes]], _T]) -> None:
-        for _ in range(_BATCH):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                into.append(decode(frames))
-            except ProtocolError as error:
-                self.malformed += 1
-                logger.warning(
-                    "%s: dropped a frame, %d so far: %s",
-                    self._talk.standing.name,
-                    self.malformed,
-                    error,
-                )
-
-    def _as_broadcast(self, frames: list[bytes]) -> Broadcast:
-        if len(frames) != 2 or frames[0] != self._topic:  # noqa: PLR2004 - topic and payload
-            message = f"a broadcast of {len(frames)} frames for {frames[0][:64]!r}"
-            raise ProtocolError(message)
-        return decode_broadcast(frames[1])
-
-    def _as_message(self, frames: list[bytes]) -> ToRank:
-        if len(frames) != 1:
-            message = f"a message of {len(frames)} frames"
-            raise ProtocolError(message)
-        return decode_to_rank(frames[0])
-
     def _tell_engine(self) -> None:
         """Wake who waits for a change; the lock is held."""
         self._lock.notify_all()
         if self._bell is not None and self.lives.conversation.news:
             self._bell.ring()
-
-
-def _new_identity() -> bytes:
-    # A routing id must not begin with a zero byte.
-    return b"r" + secrets.token_bytes(15)
 
 
 _threads: weakref.WeakSet[IoThread] = weakref.WeakSet()

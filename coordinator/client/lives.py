@@ -63,6 +63,7 @@ class Lives:
         judged: the coordinator is lost, unless it returns before the engine takes that for a fact.
         flagged: ``head`` has more to say than the inbox's token.
         unproven: pages of lost coordinators' handoffs are not known to be quiet.
+        demands: counted up whenever that has to be proven (anew).
 
     """
 
@@ -73,6 +74,7 @@ class Lives:
         self.judged = False
         self.flagged = False
         self.unproven = False
+        self.demands = 0
         self._address = address
         self._settings = settings
         self._leads = hello.rank == 0
@@ -201,10 +203,7 @@ class Lives:
         name, lost_s = self.conversation.standing.name, now_s - self._alone_since_s
         logger.info("%s: the pages of %d handoffs are quiet (%.3f s)", name, self.unreleased, lost_s)
         self.unproven = False
-        self.conversation.news = True
-        if self._leads:
-            alone = self.conversation.hello.world_size == 1
-            self._quiet_at_s = now_s if alone else now_s + QUIET_HOLD_S
+        self._await_others(now_s)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -241,7 +240,7 @@ class Lives:
         self._last_loss = token
         if token is not None and token.begets(self.life) and not self.conversation.used:
             return []  # It was new, and has joined the others in their next life already.
-        former = self.conversation
+        former, held = self.conversation, self._ledger.former
         failed = self._ledger.give_up(Failure(Reason.COORDINATOR_LOST, "", self._sentence))
         hello = msgspec.structs.replace(former.hello, instance=new_instance(), life=self.life + 1)
         self.conversation = Conversation(hello, self._address, self._settings, now_s, former.standing)
@@ -249,9 +248,15 @@ class Lives:
         self.judged = False
         self._pronounced = None
         self._alone_since_s = now_s
-        self.unproven = self._ledger.former > 0
-        self._quiet = False
-        self._quiet_at_s = _NEVER
+        if self._ledger.former > held:
+            self._quiet = False
+            self._quiet_at_s = _NEVER
+            if former.inbox.epoch != NO_EPOCH:
+                self.unproven = True
+                self.demands += 1
+            elif not self.unproven:
+                # Nobody has ever heard of these pages.
+                self._await_others(now_s)
         self._flag()
         logger.error(
             "%s: %s; %d rooms failed, the pages of %d handoffs are held until they are quiet",
@@ -259,6 +264,13 @@ class Lives:
         )  # fmt: skip
         former.standing.become(RankState.CONNECTING)
         return list(failed)
+
+    def _await_others(self, now_s: float) -> None:
+        """Our own pages are quiet."""
+        self.conversation.news = True
+        if self._leads:
+            alone = self.conversation.hello.world_size == 1
+            self._quiet_at_s = now_s if alone else now_s + QUIET_HOLD_S
 
     def _release(self) -> list[Event]:
         self._quiet = False

@@ -45,13 +45,12 @@ class Prover:
         self._since_s = 0.0
 
     def lost(self) -> None:
-        """The engine has drained that a coordinator is lost; its lock is held."""
-        if self._lives.unproven:
-            self._proof.lost()
-            self._pause_s = _FIRST_LOOK_S
-            self._since_s = time.monotonic()
-            self.due_s = 0.0
-            self.prepares = True
+        """The engine has drained that a coordinator is lost which knew of its pages; the lock is held."""
+        self._proof.lost()
+        self._pause_s = _FIRST_LOOK_S
+        self._since_s = time.monotonic()
+        self.due_s = 0.0
+        self.prepares = True
 
     def work(self, lock: threading.Condition) -> bool:
         """Get on with it; returns whether pages are proven to be quiet since the last call."""

@@ -75,6 +75,7 @@ class Group:
 
     name: str
     world_size: int
+    life: int = 0
     events: list[Event] = field(default_factory=list)
     published: int = 0
     beaten_at_s: float = 0.0
@@ -233,7 +234,12 @@ class Peer:
         if hello.epoch not in {0, self.epoch} and hello.memory is None:
             self._say(identity, encode(WhoAreYou(self.epoch)))
             return
-        group = self.groups.setdefault(hello.group, Group(hello.group, hello.world_size))
+        group = self.groups.get(hello.group)
+        if group is None or group.life < hello.life:
+            group = self.groups[hello.group] = Group(hello.group, hello.world_size, hello.life)
+        if group.life > hello.life:
+            self._say(identity, encode(Refused("outlived", "of a former life", life=group.life)))
+            return
         if hello.memory is not None and len(group.events) < hello.acknowledged:
             assert len(hello.memory.events) == hello.acknowledged
             group.events = list(hello.memory.events)

@@ -356,18 +356,40 @@ def test_nothing_has_to_be_proven_where_nothing_is_held() -> None:
     assert not lives.unproven
 
 
+def test_a_loss_that_costs_nothing_more_demands_nothing_more() -> None:
+    """Where a coordinator stays away for hours, no endpoint is renewed every minute."""
+    lives = lost(rank(), 7)
+    assert lives.demands == 1
+    tick(lives, until_s=130.0)
+    assert step(lives, now_s=130.0) == [[]]
+    assert lives.unproven
+    say(lives, 8)
+    tick(lives, until_s=200.0)
+    assert step(lives, now_s=200.0) == [failed((8, 2))]
+    assert lives.demands == 1, "nobody was ever told of that one"
+    lives.proven(201.0)
+    lives.tick(202.0)
+    assert step(lives) == [[Released(7, 1), Released(8, 2)]]
+    say(lives, 9)
+    tick(lives, until_s=270.0)
+    assert step(lives, now_s=270.0) == [failed((9, 3))]
+    lives.tick(271.0)
+    assert step(lives) == [[Released(9, 3)]]
+
+
 def test_what_was_proven_does_not_count_for_the_next_loss() -> None:
     lives = lost(rank(), 7)
     lives.proven(62.0)
     lives.tick(70.0)
+    lives.hear(welcome(epoch=6), 70.0)
     say(lives, 8)
-    tick(lives, until_s=130.0)
+    tick(lives, until_s=140.0)
     assert Token.unpack(lives.head()).lost
-    assert step(lives, now_s=130.0) == [failed((8, 2))]
+    assert step(lives, now_s=140.0) == [failed((8, 2))]
     assert lives.unproven
     assert not Token.unpack(lives.head()).quiet
-    lives.proven(131.0)
-    lives.tick(132.0)
+    lives.proven(141.0)
+    lives.tick(142.0)
     assert step(lives) == [[Released(7, 1), Released(8, 2)]]
 
 
