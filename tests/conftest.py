@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Say how long to look for trouble."""
+    parser.addoption("--chaos-seeds", type=int, default=50, metavar="N", help="storms of tests/faults")
+
+
 def pytest_configure() -> None:
     """Have no current event loop: asked for one, asyncio would make one that nobody closes."""
     asyncio.set_event_loop(None)

@@ -10,7 +10,7 @@ import structlog
 from coordinator import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from structlog.typing import EventDict, WrappedLogger
 
@@ -29,12 +29,17 @@ class Captured(list[dict[str, Any]]):
 
 
 @contextmanager
-def capture(level: logs.Level = "debug") -> Iterator[Captured]:
-    """Collect every entry of this process from ``level`` up; nothing is written meanwhile."""
+def capture(
+    level: logs.Level = "debug", now_s: Callable[[], float] | None = None
+) -> Iterator[Captured]:
+    """Collect every entry of this process from ``level`` up; nothing is written meanwhile.
+
+    With ``now_s``, each gets the key ``at_s``: on a loop whose time is virtual, the wall's tells little.
+    """
     captured = Captured()
 
     def collect(_logger: WrappedLogger, _level: str, entry: EventDict) -> EventDict:
-        captured.append(dict(entry))
+        captured.append(dict(entry) if now_s is None else {"at_s": round(now_s(), 3), **entry})
         raise structlog.DropEvent
 
     # All loggers share this list, also those that exist already.

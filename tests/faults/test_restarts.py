@@ -1,0 +1,321 @@
+"""A coordinator that starts anew, in the cases in which a rank knows what the others do not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from coordinator.client.inbox import Head
+from coordinator.client.standing import RankState
+from coordinator.errors import RefusedError
+from coordinator.messages import Cancel, Offer, Open, Outcome, Released, Role, Send
+from coordinator.reasons import Failure, Reason
+from coordinator.rooms import SIDE_DATA_LOST
+from tests.faults.chaos.deployment import Deployment
+from tests.service.peers import pages
+from tests.service.stage import virtual_time
+from tests.support.faults.weather import Weather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from coordinator.messages import Event
+    from tests.faults.chaos.ranks import StormRank
+
+pytestmark = virtual_time
+
+
+class Deaf(Weather[list[bytes]]):
+    """No broadcast arrives."""
+
+    def let_through(self, message: list[bytes]) -> list[list[bytes]]:
+        del message
+        return []
+
+
+def hears(rank: StormRank, *, anything: bool) -> None:
+    """Let broadcasts reach a rank, or not."""
+    rank.weather = Weather(0, lost=0.0, doubled=0.0, late=0.0) if anything else Deaf(0)
+
+
+def events(rank: StormRank) -> list[Event]:
+    """Drain all that a rank has; returns all that it ever drained."""
+    inbox = rank.conversation.inbox
+    rank.drain(Head(inbox.epoch, inbox.have))
+    return list(rank.applied.values())
+
+
+def has(rank: StormRank, *wanted: Event) -> bool:
+    """Whether a rank has drained these."""
+    return all(event in events(rank) for event in wanted)
+
+
+async def group(world: Deployment, role: Role, name: str, world_size: int = 1) -> list[StormRank]:
+    """Let a group join and be ready."""
+    ranks = [world.add(role, name, number, world_size) for number in range(world_size)]
+    await world.until(lambda: world.is_ready(name), 10, f"{name} is ready")
+    return ranks
+
+
+async def pair(world: Deployment, world_size: int = 1) -> tuple[list[StormRank], list[StormRank]]:
+    """A prefill group ``p`` and a decode group ``d``, with workers between them."""
+    await world.begin()
+    prefill = await group(world, Role.PREFILL, "p", world_size)
+    decode = await group(world, Role.DECODE, "d", world_size)
+    await asyncio.sleep(0.5)
+    return prefill, decode
+
+
+async def group_at(world: Deployment, role: Role, name: str, world_size: int) -> None:
+    """Start a coordinator, and let one group join it."""
+    await world.begin()
+    await group(world, role, name, world_size)
+
+
+async def arrive(world: Deployment, *rooms: int) -> None:
+    """Wait until the coordinator has heard of these rooms."""
+    assert world.stage is not None
+    active = world.stage.service.rooms.active
+    await world.until(lambda: all(room in active for room in rooms), 5, f"rooms {rooms} are in flight")
+
+
+async def come_back(world: Deployment, *ranks: StormRank) -> None:
+    """Start a coordinator that these ranks find, one after another."""
+    await world.begin(find=False)
+    for number, rank in enumerate(ranks):
+        world.find(rank, 0.1 * number)
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+async def test_a_verdict_that_one_side_has_heard_is_adopted_by_the_other_in_whatever_order_they_come(
+    first: str,
+) -> None:
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        prefill.say(Open(7, 0))
+        decode.say(Offer(7, 0, pages(1)))
+        await arrive(world, 7)
+        await asyncio.sleep(1.0)
+        hears(decode, anything=False)
+        prefill.say(Cancel(7, 0, "enough"))
+        cancelled = Outcome(7, 1, Failure(Reason.CANCELLED_BY_PREFILL, "p/0", "enough"))
+        await world.until(lambda: has(prefill, cancelled), 5, "prefill has heard it")
+        assert not events(decode)
+        await world.kill()
+        hears(decode, anything=True)
+        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        await world.until(lambda: has(decode, cancelled, Released(7, 1)), 15, "decode has heard it, too")
+        await asyncio.sleep(10.0)
+        assert events(prefill) == [cancelled, Released(7, 1)]
+        assert events(decode) == [cancelled, Released(7, 1)]
+        assert world.stage is not None
+        assert not world.stage.left()
+        world.stage.check()
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+async def test_a_success_without_its_side_data_is_none(first: str) -> None:
+    """Case C29: they went with the verdict that decode has not heard."""
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        hears(decode, anything=False)
+        decode.say(Offer(7, 0, pages(1)))
+        prefill.say(Send(7, 0, pages(1), last=True, aux=b"first token"))
+        await world.until(lambda: has(prefill, Outcome(7, 1)), 5, "prefill has heard it")
+        assert not events(decode)
+        await world.kill()
+        hears(decode, anything=True)
+        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        lost = Outcome(7, 1, Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST))
+        await world.until(lambda: has(decode, lost, Released(7, 1)), 15, "decode has a verdict")
+        assert events(decode) == [lost, Released(7, 1)]
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+async def test_a_success_that_decode_has_heard_is_one_for_prefill(first: str) -> None:
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        hears(prefill, anything=False)
+        decode.say(Offer(7, 0, pages(1)))
+        prefill.say(Send(7, 0, pages(1), last=True, aux=b"first token"))
+        await world.until(lambda: has(decode, Outcome(7, 1, None, b"first token")), 5, "decode has heard it")
+        assert not events(prefill)
+        await world.kill()
+        hears(prefill, anything=True)
+        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        await world.until(lambda: has(prefill, Outcome(7, 1), Released(7, 1)), 15, "prefill has, too")
+        assert events(prefill) == [Outcome(7, 1), Released(7, 1)]
+
+
+async def test_groups_of_several_sizes_come_back_in_any_order() -> None:
+    """None is refused because those that it fits are not there yet."""
+    async with Deployment() as world:
+        await world.begin()
+        ranks: list[StormRank] = []
+        for role in Role:
+            for size in (1, 2):
+                ranks += await group(world, role, f"{role.value}-{size}", size)
+        await world.kill()
+        # The small prefill group first, then the large decode group, which does not fit it.
+        await come_back(world, *sorted(ranks, key=lambda rank: rank.hello.group[::-1], reverse=True))
+        names = {rank.hello.group for rank in ranks}
+        await world.until(lambda: all(world.is_ready(name) for name in names), 10, "all are back")
+
+
+async def test_a_new_coordinator_lets_those_try_again_that_fit_nobody_yet() -> None:
+    """Case C47 is for later: while others are still coming back, who fits may be among them."""
+    async with Deployment() as world:
+        await group_at(world, Role.PREFILL, "p", 2)
+        with_one = world.add(Role.DECODE, "d", 0, 1)
+        talk = with_one.conversation
+        await world.until(lambda: "does not fit p" in talk.standing.explain(), 5, "it is told why")
+        await group(world, Role.PREFILL, "p1", 1)
+        await world.until(lambda: world.is_ready("d"), 5, "it is welcome now")
+
+
+async def test_a_release_that_one_rank_has_heard_is_told_to_the_others_once() -> None:
+    async with Deployment(fails=1.0) as world:
+        prefill, (first, second) = await pair(world, 2)
+        for rank in (first, second):
+            rank.say(Offer(7, 0, pages(1)))
+        for rank in prefill:
+            rank.say(Send(7, 0, pages(1), last=True))
+        await world.until(lambda: events(first) and events(second), 5, "both have the verdict")
+        # What has failed may land for a while, so the release comes later.
+        hears(second, anything=False)
+        await world.until(lambda: has(first, Released(7, 1)), 5, "one rank has the release")
+        assert len(events(second)) == 1
+        await world.kill()
+        hears(second, anything=True)
+        await come_back(world, first, second, *prefill)
+        await world.until(lambda: has(second, Released(7, 1)), 15, "the other one hears of it")
+        await asyncio.sleep(10.0)
+        assert events(first) == events(second)
+        assert len(events(first)) == 2
+
+
+async def test_what_an_old_rank_remembers_counts_when_a_new_one_has_heard_more() -> None:
+    """Else the numbers of attempts would begin anew."""
+    async with Deployment() as world:
+        prefill, (first, second) = await pair(world, 2)
+        for attempt in (1, 2):
+            await cancelled(world, 7, attempt, first, second)
+        first.die()
+        world.show_death(first)
+        new = world.add(Role.DECODE, "d", 0, 2)
+        await world.until(lambda: world.is_ready("d"), 5, "a new rank is there")
+        hears(second, anything=False)
+        new.say(Cancel(8, new.conversation.inbox.drained, "enough"))
+        await world.until(lambda: events(new), 5, "the new rank has more")
+        await world.kill()
+        hears(second, anything=True)
+        await come_back(world, new, second, *prefill)
+        await world.until(lambda: world.is_ready("d"), 10, "both are back")
+        await cancelled(world, 7, 3, new, second)
+
+
+async def cancelled(world: Deployment, room: int, attempt: int, *ranks: StormRank) -> None:
+    """Let the first rank give a room up, and all of them hear that this was its attempt of that number."""
+    events(ranks[0])
+    after = ranks[0].conversation.inbox.drained
+    begins = ranks[0].hello.role is Role.PREFILL
+    ranks[0].say(Open(room, after) if begins else Offer(room, after, pages(1)))
+    ranks[0].say(Cancel(room, after, "enough"))
+
+    def heard() -> bool:
+        return all(
+            any(
+                isinstance(event, Outcome) and (event.room, event.attempt) == (room, attempt) for event in had
+            )
+            for had in map(events, ranks)
+        )
+
+    await world.until(heard, 5, f"attempt {attempt} of room {room}")
+
+
+async def test_a_rank_that_is_there_before_its_group_comes_back_joins_that() -> None:
+    """It has said and heard nothing yet, and begins where the others stand."""
+    async with Deployment() as world:
+        prefill, (first, second) = await pair(world, 2)
+        first.say(Cancel(7, 0, "enough"))
+        await world.until(lambda: len(events(first)) == len(events(second)) == 2, 5, "both have a verdict")
+        await world.kill()
+        second.die()
+        await world.begin(find=False)
+        new = world.add(Role.DECODE, "d", 1, 2)
+        await world.until(lambda: new.conversation.joined, 5, "the new rank is there")
+        for rank in (first, *prefill):
+            world.find(rank)
+        await world.until(lambda: world.is_ready("d"), 10, "the group is back")
+        new.say(Cancel(8, new.conversation.inbox.drained, "enough"))
+        await world.until(lambda: len(events(new)) == 2, 5, "a verdict")
+        assert [event.room for event in events(new)] == [8, 8]
+        await world.until(lambda: len(events(first)) == 4, 5, "the same on the old rank")
+        assert list(new.applied) == list(first.applied)[2:]
+
+
+async def test_a_rank_that_comes_too_late_is_served_from_what_the_others_remember() -> None:
+    """Its group has not waited for it, but nothing has become different from what it knows."""
+    async with Deployment() as world:
+        prefill, (first, second) = await pair(world, 2)
+        first.say(Cancel(7, 0, "enough"))
+        await world.until(lambda: len(events(first)) == len(events(second)) == 2, 5, "both have a verdict")
+        hears(second, anything=False)
+        first.say(Cancel(8, 2, "enough"))
+        await world.until(lambda: len(events(first)) == 4, 5, "one rank has another one")
+        await world.kill()
+        hears(second, anything=True)
+        await come_back(world, first, *prefill)
+        await asyncio.sleep(4.0)
+        first.say(Cancel(9, 4, "enough"))
+        await asyncio.sleep(1.0)
+        world.find(second)
+        await world.until(lambda: world.is_ready("d"), 10, "it is taken back")
+        await world.until(lambda: len(events(first)) == len(events(second)) == 6, 5, "both have all")
+        assert events(first) == events(second)
+
+
+async def test_two_that_have_heard_different_things_are_not_put_together() -> None:
+    """The group went on without one of them, and its coordinator is gone before that one came."""
+    async with Deployment() as world:
+        prefill, (first, second) = await pair(world, 2)
+        hears(second, anything=False)
+        first.say(Cancel(7, 0, "enough"))
+        await world.until(lambda: len(events(first)) == 2, 5, "one rank has a verdict")
+        await world.kill()
+        # The second one alone is found by the next coordinator, and told something else.
+        hears(second, anything=True)
+        await come_back(world, second, *prefill)
+        await asyncio.sleep(4.0)
+        second.say(Cancel(8, 0, "enough"))
+        await world.until(lambda: len(events(second)) == 2, 5, "the other one has another verdict")
+        await world.kill()
+        with pytest.raises(RefusedError, match="went on without this rank"):
+            await world.until(await_both(world, first, second, *prefill), 10, "one is refused")
+        states = {rank.conversation.standing.state for rank in (first, second)}
+        assert states == {RankState.REFUSED, RankState.JOINED}
+
+
+def await_both(world: Deployment, *ranks: StormRank) -> Callable[[], bool]:
+    """Start a coordinator that they find; nothing else is waited for."""
+    task = asyncio.ensure_future(come_back(world, *ranks))
+    return lambda: task.done() and False
+
+
+async def test_attempts_are_counted_on_when_the_other_side_has_seen_more_of_them() -> None:
+    """One that began before that was known gets its number when nobody has heard it yet."""
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        for attempt in (1, 2):
+            await cancelled(world, 7, attempt, prefill)
+        await world.kill()
+        await world.begin(find=False)
+        (new,) = await group(world, Role.DECODE, "d9")
+        new.say(Offer(7, 0, pages(1)))
+        await arrive(world, 7)
+        for rank in (prefill, decode):
+            world.find(rank)
+        await world.until(lambda: world.is_ready("p"), 5, "the group that knows more is back")
+        await cancelled(world, 7, 3, new)
