@@ -338,12 +338,17 @@ class Membership:
         return "; ".join(problems) or None
 
     def _outlived(self, hello: Hello, epoch: int) -> str | None:
-        """Find a rank of an engine that was taken for dead: what it has heard is of no group any more."""
-        group = self.groups.get(hello.group)
-        head = 0 if group is None else group.log.head
-        if hello.epoch != epoch or hello.acknowledged <= head:
+        """Find a rank that has been here, and was taken for dead or not waited for any longer.
+
+        What it has heard, and what it holds, is of no member that we know; unless that is nothing.
+        """
+        if hello.epoch != epoch or not (hello.acknowledged or hello.confirmed):
             return None
-        return f"the {hello.group} that this rank was part of is gone; restart it"
+        group = self.groups.get(hello.group)
+        holder = group.ranks[hello.rank] if group is not None else None
+        if holder is not None and holder.hello.instance == hello.instance:
+            return None
+        return f"{hello.group}/{hello.rank} was taken for dead, and its place was given up; restart it"
 
     def refused(self, hello: Hello, code: str, message: str, *, fatal: bool) -> Refused:
         """Count and log that a rank cannot have its place; returns what to tell it."""

@@ -272,7 +272,7 @@ async def test_no_destination_is_released_while_its_rank_is_lost_and_not_proven_
         assert await prefill.failure(7) == "peer_lost"
         worker.failed(move, "revoked")
         await prefill.release(7)
-        await asyncio.sleep(600)
+        await asyncio.sleep(500)
         assert await held_by_decode(stage)
         decode.resume()
         resumed_s = now_s()
@@ -281,6 +281,24 @@ async def test_no_destination_is_released_while_its_rank_is_lost_and_not_proven_
         for rank in (prefill, decode):
             rank.drain()
         await stage.empty()
+
+
+async def test_pages_of_a_rank_that_is_not_waited_for_any_longer_are_not_released_to_it() -> None:
+    """It is told to start anew: nobody can say what it has missed."""
+    async with VirtualStage(BOUNDS) as stage:
+        prefill, decode, worker, move = await under_way(stage)
+        decode.stop()
+        assert await prefill.failure(7) == "peer_lost"
+        worker.failed(move, "revoked")
+        await prefill.release(7)
+        await asyncio.sleep(1000)
+        assert not stage.service.membership.groups.get("d")
+        decode.resume()
+        refused = await decode.refused()
+        assert refused.fatal
+        assert refused.message == "d/0 was taken for dead, and its place was given up; restart it"
+        assert await held_by_decode(stage)
+        assert not decode.released(7)
 
 
 async def test_a_rank_that_stops_again_and_again_is_given_the_time_in_one_piece() -> None:
