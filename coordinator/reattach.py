@@ -87,7 +87,7 @@ class Reattach:
     def start(self) -> None:
         """Begin the time in which groups may come back."""
         self._over_s = asyncio.get_running_loop().time() + self._config.rank.reattach_s
-        self._membership.gathers_until_s = self._over_s
+        self._membership.gathers_until_s = self._rooms.gathers_until_s = self._over_s
 
     def close(self) -> None:
         """Stop all clocks."""
@@ -224,7 +224,8 @@ class Reattach:
             group.ended[event.room] = number
             known = self._rooms.ended(event.room)
             if known is None or known.attempt < event.attempt:
-                self._rooms.remember(event.room, Ended(event.attempt, event.failure, other))
+                ended = Ended(event.attempt, event.failure, other, inherited=True)
+                self._rooms.remember(event.room, ended)
                 learned.add(event.room)
             elif known.attempt == event.attempt and known.unaware is group.role:
                 known.unaware = None

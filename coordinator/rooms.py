@@ -63,11 +63,16 @@ _log = get_logger()
 
 
 class Ended(msgspec.Struct):
-    """The last attempt of a room; ``unaware`` is the side that has not heard of its verdict, if any."""
+    """The last attempt of a room; ``unaware`` is the side that has not heard of its verdict, if any.
+
+    One that is ``inherited`` was remembered by the other side of a former coordinator. That side may
+    have heard of it all the same, and forgotten it since.
+    """
 
     attempt: int
     failure: Failure | None
     unaware: Role | None
+    inherited: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -90,6 +95,7 @@ class Rooms:
         self.active: dict[int, Handoff] = {}
         self.unreleased: set[Handoff] = set()
         self.draining = False
+        self.gathers_until_s = 0.0
         self.releases: Releases
         self.quarantine: Quarantine
         self.overflowed: Callable[[Group], None]
@@ -193,7 +199,7 @@ class Rooms:
 
     def _opened(self, rank: Rank, room: int) -> Handoff | None:
         ended = self._ended.get(room)
-        if ended is not None and ended.unaware is rank.group.role:
+        if ended is not None and ended.unaware is rank.group.role and self._is_about(ended):
             # It was over before this side ever spoke of it, or before this side heard of its verdict.
             self.adopt(rank.group, room, ended)
             return None
@@ -205,6 +211,10 @@ class Rooms:
         self.bind(handoff, rank.group)
         self.trail(handoff, "handoff.opened")
         return handoff
+
+    def _is_about(self, ended: Ended) -> bool:
+        """Whether what an unaware side says now can be about that attempt; else the room is used again."""
+        return not ended.inherited or asyncio.get_running_loop().time() < self.gathers_until_s
 
     def _unwelcome(self, group: Group) -> Failure | None:
         """Say why no handoff of ``group`` can begin now."""
