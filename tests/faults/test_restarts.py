@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from coordinator.client import recollection
 from coordinator.client.inbox import Head
 from coordinator.client.standing import RankState
 from coordinator.errors import RefusedError
@@ -319,3 +320,37 @@ async def test_attempts_are_counted_on_when_the_other_side_has_seen_more_of_them
             world.find(rank)
         await world.until(lambda: world.is_ready("p"), 5, "the group that knows more is back")
         await cancelled(world, 7, 3, new)
+
+
+async def test_a_verdict_that_one_side_has_forgotten_is_not_taken_for_that_of_the_next_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Case C38: never a false match."""
+    monkeypatch.setattr(recollection, "MAX_REMEMBERED", 4)
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        await hand_over(world, prefill, decode, 7, attempt=1)
+        # Decode goes on with others, and remembers only the last of that.
+        (other,) = await group(world, Role.PREFILL, "p2")
+        await asyncio.sleep(0.5)
+        for room in (8, 9, 10):
+            await hand_over(world, other, decode, room, attempt=1)
+        await world.kill()
+        await come_back(world, prefill, decode, other)
+        await asyncio.sleep(5.0)
+        await hand_over(world, prefill, decode, 7, attempt=2)
+
+
+async def hand_over(
+    world: Deployment, prefill: StormRank, decode: StormRank, room: int, attempt: int
+) -> None:
+    """One handoff, from the first word to the success."""
+    for rank in (decode, prefill):
+        events(rank)
+    decode.say(Offer(room, decode.conversation.inbox.drained, pages(1)))
+    prefill.say(Send(room, prefill.conversation.inbox.drained, pages(1), last=True, aux=b"first token"))
+    arrived = Outcome(room, attempt, None, b"first token")
+    await world.until(lambda: has(decode, arrived), 5, f"room {room} has arrived")
+    await world.until(
+        lambda: has(prefill, Outcome(room, attempt), Released(room, attempt)), 5, "prefill hears"
+    )
