@@ -94,7 +94,15 @@ class Engine:
 class Deployment:
     """A coordinator, a prefill engine and a decode engine."""
 
-    def __init__(self, programs: Programs, directory: Path, stack: ExitStack, backend: str) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        directory: Path,
+        stack: ExitStack,
+        backend: str,
+        way: Callable[[str], str] = lambda address: address,
+    ) -> None:
+        """Start all; decode ranks go to the coordinator's address by ``way``."""
         self.programs = programs
         self.directory = directory
         self.address = f"ipc://{directory}/control"
@@ -119,7 +127,7 @@ class Deployment:
             [
                 stack.enter_context(
                     DecodeRank.connect(
-                        self.address,
+                        way(self.address),
                         group="d",
                         rank=rank,
                         world_size=SIZE,
