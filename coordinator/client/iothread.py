@@ -203,9 +203,10 @@ class IoThread:
         standing = self.lives.conversation.standing
         while not self._stopping and standing.fault is None:
             with self._lock:
+                had_news = self.lives.conversation.news
                 self.lives.tick(time.monotonic())
-                # A judgement is news.
-                self._tell_engine()
+                if self.lives.conversation.news and not had_news:
+                    self._tell_engine()
             if self._prover.work(self._lock):
                 with self._lock:
                     self._tell_engine()

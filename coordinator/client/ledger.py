@@ -17,7 +17,7 @@ Theory of operation
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -48,7 +48,7 @@ class Ledger:
         """Start empty."""
         self._in_flight: set[int] = set()
         # Room -> the number of its last verdict (0: by a former coordinator), and the attempt.
-        self._ended: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._ended: dict[int, tuple[int, int]] = {}
         self._unreleased: set[tuple[int, int]] = set()
         # Not released when their coordinator was lost.
         self._former: set[tuple[int, int]] = set()
@@ -79,12 +79,14 @@ class Ledger:
         if self._added:
             events = [msgspec.structs.replace(event, attempt=event.attempt + self._added) for event in events]
         for number, event in enumerate(events, first):
+            room, attempt = event.room, event.attempt
             if isinstance(event, Outcome):
-                self._in_flight.discard(event.room)
-                self._unreleased.add((event.room, event.attempt))
-                self._end(event.room, number, event.attempt)
+                self._in_flight.discard(room)
+                self._unreleased.add((room, attempt))
+                self._end(room, number, attempt)
             else:
-                self._unreleased.discard((event.room, event.attempt))
+                self._unreleased.discard((room, attempt))
+        self._forget()
         return events
 
     def give_up(self, failure: Failure) -> list[Outcome]:
@@ -95,8 +97,8 @@ class Ledger:
         for outcome in outcomes:
             self._former.add((outcome.room, outcome.attempt))
             self._end(outcome.room, 0, outcome.attempt)
-        for room, (_, attempt) in self._ended.items():
-            self._ended[room] = (0, attempt)
+        self._ended = {room: (0, attempt) for room, (_, attempt) in self._ended.items()}
+        self._forget()
         self._unreleased.clear()
         self._in_flight.clear()
         self.given_up = frozenset(rooms)
@@ -118,7 +120,11 @@ class Ledger:
 
     def _end(self, room: int, number: int, attempt: int) -> None:
         self._highest = max(self._highest, attempt)
+        # So that the room stands last.
+        self._ended.pop(room, None)
         self._ended[room] = (number, attempt)
-        self._ended.move_to_end(room)
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
+
+    def _forget(self) -> None:
+        """Forget the rooms that ended longest ago."""
+        for room in list(islice(self._ended, max(0, len(self._ended) - _MAX_ENDED))):
+            del self._ended[room]
