@@ -318,3 +318,19 @@ async def test_a_leg_that_waits_for_its_connection_does_not_stall() -> None:
         assert 7 in stage.service.rooms.active
         worker.done(move)
         assert (await decode[0].outcome(7)).succeeded
+
+
+async def test_the_clock_of_a_leg_that_waited_starts_when_its_peer_is_connected() -> None:
+    async with VirtualStage(config(handoff={"stall_s": 10.0}, peer={"connect_s": 100.0})) as stage:
+        prefill = await stage.group(Role.PREFILL, "p", 1)
+        decode = await stage.group(Role.DECODE, "d", 1)
+        (worker,) = await stage.workers(auto=False)
+        prefill[0].send_pages(7, 1)
+        decode[0].offer(7, 1)
+        await worker.move()
+        await asyncio.sleep(70)
+        worker.connect_all()
+        await turns()
+        connected_s = now_s()
+        await all_hear(prefill + decode, 7, "stalled")
+        assert heard_at(prefill + decode, 7, connected_s + 10)
