@@ -13,6 +13,7 @@ from coordinator.client.standing import RankState
 from coordinator.errors import RefusedError
 from coordinator.messages import Cancel, Offer, Open, Outcome, Released, Role, Send
 from coordinator.reasons import Failure, Reason
+from coordinator.reattach import LOST
 from coordinator.rooms import SIDE_DATA_LOST
 from tests.faults.chaos.deployment import Deployment
 from tests.service.peers import pages
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from coordinator.messages import Event
     from tests.faults.chaos.ranks import StormRank
+    from tests.service.stage import Stage
 
 pytestmark = virtual_time
 
@@ -82,11 +84,20 @@ async def arrive(world: Deployment, *rooms: int) -> None:
     await world.until(lambda: all(room in active for room in rooms), 5, f"rooms {rooms} are in flight")
 
 
-async def come_back(world: Deployment, *ranks: StormRank) -> None:
-    """Start a coordinator that these ranks find, one after another."""
-    await world.begin(find=False)
-    for number, rank in enumerate(ranks):
-        world.find(rank, 0.1 * number)
+async def come_back(world: Deployment, *parties: list[StormRank]) -> None:
+    """Start a coordinator that these find, one after the other."""
+    stage = await world.begin(find=False)
+    for rank in [rank for party in parties for rank in party]:
+        world.find(rank)
+        await world.until(lambda rank=rank: is_heard(stage, rank), 5, f"{rank.name} is back")  # type: ignore[misc]
+
+
+def is_heard(stage: Stage, rank: StormRank) -> bool:
+    """Whether a coordinator has a rank's hello, and perhaps waits for the others of its group."""
+    waiting = stage.service.reattach._waiting.get(rank.hello.group)
+    group = stage.service.membership.groups.get(rank.hello.group)
+    member = group.ranks[rank.hello.rank] if group is not None else None
+    return member is not None or (waiting is not None and rank.hello.rank in waiting.hellos)
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
@@ -106,7 +117,7 @@ async def test_a_verdict_that_one_side_has_heard_is_adopted_by_the_other_in_what
         assert not events(decode)
         await world.kill()
         hears(decode, anything=True)
-        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
         await world.until(lambda: has(decode, cancelled, Released(7, 1)), 15, "decode has heard it, too")
         await asyncio.sleep(10.0)
         assert events(prefill) == [cancelled, Released(7, 1)]
@@ -128,7 +139,7 @@ async def test_a_success_without_its_side_data_is_none(first: str) -> None:
         assert not events(decode)
         await world.kill()
         hears(decode, anything=True)
-        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
         lost = Outcome(7, 1, Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST))
         await world.until(lambda: has(decode, lost, Released(7, 1)), 15, "decode has a verdict")
         assert events(decode) == [lost, Released(7, 1)]
@@ -145,7 +156,7 @@ async def test_a_success_that_decode_has_heard_is_one_for_prefill(first: str) ->
         assert not events(prefill)
         await world.kill()
         hears(prefill, anything=True)
-        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
         await world.until(lambda: has(prefill, Outcome(7, 1), Released(7, 1)), 15, "prefill has, too")
         assert events(prefill) == [Outcome(7, 1), Released(7, 1)]
 
@@ -159,9 +170,8 @@ async def test_groups_of_several_sizes_come_back_in_any_order() -> None:
             for size in (1, 2):
                 ranks += await group(world, role, f"{role.value}-{size}", size)
         await world.kill()
-        # The small prefill group first, then the large decode group, which does not fit it.
-        await come_back(world, *sorted(ranks, key=lambda rank: rank.hello.group[::-1], reverse=True))
-        names = {rank.hello.group for rank in ranks}
+        names = ["prefill-1", "decode-2", "prefill-2", "decode-1"]
+        await come_back(world, *([rank for rank in ranks if rank.hello.group == name] for name in names))
         await world.until(lambda: all(world.is_ready(name) for name in names), 10, "all are back")
 
 
@@ -174,6 +184,19 @@ async def test_a_new_coordinator_lets_those_try_again_that_fit_nobody_yet() -> N
         await world.until(lambda: "does not fit p" in talk.standing.explain(), 5, "it is told why")
         await group(world, Role.PREFILL, "p1", 1)
         await world.until(lambda: world.is_ready("d"), 5, "it is welcome now")
+
+
+async def test_a_new_rank_of_a_known_group_is_welcome_though_those_that_it_fits_are_gone() -> None:
+    async with Deployment() as world:
+        await group_at(world, Role.PREFILL, "p1", 1)
+        large = await group(world, Role.PREFILL, "p2", 2)
+        decode = await group(world, Role.DECODE, "d2", 2)
+        for rank in (*large, decode[0]):
+            rank.die()
+            world.show_death(rank)
+        await asyncio.sleep(5.0)
+        world.add(Role.DECODE, "d2", 0, 2)
+        await world.until(lambda: world.is_ready("d2"), 5, "the new rank is there")
 
 
 async def test_a_release_that_one_rank_has_heard_is_told_to_the_others_once() -> None:
@@ -190,7 +213,7 @@ async def test_a_release_that_one_rank_has_heard_is_told_to_the_others_once() ->
         assert len(events(second)) == 1
         await world.kill()
         hears(second, anything=True)
-        await come_back(world, first, second, *prefill)
+        await come_back(world, [first, second], prefill)
         await world.until(lambda: has(second, Released(7, 1)), 15, "the other one hears of it")
         await asyncio.sleep(10.0)
         assert events(first) == events(second)
@@ -212,7 +235,7 @@ async def test_what_an_old_rank_remembers_counts_when_a_new_one_has_heard_more()
         await world.until(lambda: events(new), 5, "the new rank has more")
         await world.kill()
         hears(second, anything=True)
-        await come_back(world, new, second, *prefill)
+        await come_back(world, [new, second], prefill)
         await world.until(lambda: world.is_ready("d"), 10, "both are back")
         await cancelled(world, 7, 3, new, second)
 
@@ -268,7 +291,7 @@ async def test_a_rank_that_comes_too_late_is_served_from_what_the_others_remembe
         await world.until(lambda: len(events(first)) == 4, 5, "one rank has another one")
         await world.kill()
         hears(second, anything=True)
-        await come_back(world, first, *prefill)
+        await come_back(world, prefill, [first])
         await asyncio.sleep(4.0)
         first.say(Cancel(9, 4, "enough"))
         await asyncio.sleep(1.0)
@@ -288,20 +311,20 @@ async def test_two_that_have_heard_different_things_are_not_put_together() -> No
         await world.kill()
         # The second one alone is found by the next coordinator, and told something else.
         hears(second, anything=True)
-        await come_back(world, second, *prefill)
+        await come_back(world, prefill, [second])
         await asyncio.sleep(4.0)
         second.say(Cancel(8, 0, "enough"))
         await world.until(lambda: len(events(second)) == 2, 5, "the other one has another verdict")
         await world.kill()
         with pytest.raises(RefusedError, match="went on without this rank"):
-            await world.until(await_both(world, first, second, *prefill), 10, "one is refused")
+            await world.until(await_both(world, prefill, [first, second]), 10, "one is refused")
         states = {rank.conversation.standing.state for rank in (first, second)}
         assert states == {RankState.REFUSED, RankState.JOINED}
 
 
-def await_both(world: Deployment, *ranks: StormRank) -> Callable[[], bool]:
+def await_both(world: Deployment, *parties: list[StormRank]) -> Callable[[], bool]:
     """Start a coordinator that they find; nothing else is waited for."""
-    task = asyncio.ensure_future(come_back(world, *ranks))
+    task = asyncio.ensure_future(come_back(world, *parties))
     return lambda: task.done() and False
 
 
@@ -336,7 +359,7 @@ async def test_a_verdict_that_one_side_has_forgotten_is_not_taken_for_that_of_th
         for room in (8, 9, 10):
             await hand_over(world, other, decode, room, attempt=1)
         await world.kill()
-        await come_back(world, prefill, decode, other)
+        await come_back(world, [prefill], [decode], [other])
         await asyncio.sleep(5.0)
         await hand_over(world, prefill, decode, 7, attempt=2)
 
@@ -354,3 +377,53 @@ async def hand_over(
     await world.until(
         lambda: has(prefill, Outcome(room, attempt), Released(room, attempt)), 5, "prefill hears"
     )
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+async def test_a_room_that_a_new_rank_holds_keeps_the_count_of_its_attempts(first: str) -> None:
+    """What is told of it at once, when its group comes back, the new rank hears like the old one."""
+    async with Deployment() as world:
+        prefill, (gone, old) = await pair(world, 2)
+        for attempt in (1, 2):
+            for rank in prefill:
+                events(rank)
+                rank.say(Open(7, rank.conversation.inbox.drained))
+            await arrive(world, 7)
+            await cancelled(world, 7, attempt, gone, old, *prefill)
+        gone.die()
+        world.show_death(gone)
+        new = world.add(Role.DECODE, "d", 0, 2)
+        await world.until(lambda: world.is_ready("d"), 5, "a new rank is there")
+        for rank in (new, old):
+            rank.say(Offer(7, rank.conversation.inbox.drained, pages(1)))
+        for rank in prefill:
+            rank.say(Open(7, rank.conversation.inbox.drained))
+        await arrive(world, 7)
+        await asyncio.sleep(1.5)
+        await world.kill()
+        await come_back(world, [new, old] if first == "new" else [old, new], prefill)
+        lost = Outcome(7, 3, Failure(Reason.COORDINATOR_RESTARTED, "", LOST))
+        await world.until(lambda: all(has(rank, lost) for rank in (new, old, *prefill)), 10, "the verdict")
+
+
+async def test_a_new_rank_begins_where_the_others_stand_and_not_where_the_coordinator_does() -> None:
+    """Else, when that dies as well, nobody would know what lies between."""
+    async with Deployment() as world:
+        prefill, (gone, old) = await pair(world, 2)
+        for rank in (gone, old):
+            rank.say(Offer(7, 0, pages(1)))
+        for rank in prefill:
+            rank.say(Open(7, 0))
+        await arrive(world, 7)
+        await asyncio.sleep(1.5)
+        await world.kill()
+        gone.die()
+        hears(old, anything=False)
+        await come_back(world, prefill, [old])
+        await asyncio.sleep(1.0)
+        new = world.add(Role.DECODE, "d", 0, 2)
+        await world.until(lambda: new.conversation.joined, 5, "a new rank is there")
+        await world.kill()
+        hears(old, anything=True)
+        await come_back(world, prefill, [new, old])
+        await world.until(lambda: world.is_ready("d"), 10, "both are taken back")
