@@ -37,12 +37,13 @@ def succeed(membership: Membership, reattach: Reattach, hello: Hello) -> Refused
     life = reattach.forsake(hello.group, hello.life)
     if group is not None:
         life = max(life, group.life)
-    if hello.life < life:
+    if hello.life < life and (group is None or any(membership.confirm_alive(rank) for rank in group.live)):
         message = f"{hello.group} has given up on a coordinator {life} times, this rank {hello.life} times"
         refused = membership.refused(hello, "outlived", message, fatal=False)
         return msgspec.structs.replace(refused, life=life)
     if group is None or hello.life == group.life or membership.unusable(hello) is not None:
         return None
+    # Nobody lives of an engine that had come further: this is a new one under its name.
     holder = group.ranks[hello.rank]
     is_itself = holder is not None and holder.hello.process == hello.process
     if not is_itself and any(membership.confirm_alive(rank) for rank in group.live):

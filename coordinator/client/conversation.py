@@ -51,7 +51,7 @@ class Conversation:
         inbox, outbox: what was heard and what is to be said.
         standing: the state, and what went wrong.
         joined: items may be submitted.
-        used: the engine has spoken or drained.
+        used: the engine has spoken, or drained what some coordinator had told its group.
         news: something changed since the engine drained last: events, the head, a refusal, a fault.
         drained_through: what the engine gave to ``drain`` last; all that it reached is drained.
         outcomes: address to subscribe to; empty before the first ``Welcome``.
@@ -122,7 +122,8 @@ class Conversation:
             CoordinatorError: the fault, if there is one and no event is left.
 
         """
-        self.used = True
+        # A token of no epoch means nothing yet.
+        self.used = self.used or bool(len(self.inbox)) or (through is not None and through.epoch != NO_EPOCH)
         self.news = self.standing.fault is not None
         events = self.inbox.drain() if through is None else self.inbox.drain_through(through)
         self.drained_through = None if through is None else through.pack()
@@ -250,7 +251,7 @@ class Conversation:
 
     def _grow_up(self, life: int, now_s: float) -> None:
         """A rank that is new in its group joins it in the life in which it finds it."""
-        if life > self.hello.life and not self.used:
+        if life > self.hello.life and self.inbox.epoch == NO_EPOCH and not self.used:
             self.hello = msgspec.structs.replace(self.hello, life=life)
             self._hellos.ask(now_s)
 

@@ -294,8 +294,23 @@ def test_a_new_rank_takes_part_in_the_life_that_it_finds() -> None:
     assert lives.life == 4
 
 
-def test_a_rank_that_has_spoken_waits_for_its_token() -> None:
+def test_a_new_rank_may_have_drained_nothing_before() -> None:
+    """As an engine does that begins to make steps at once."""
+    lives = Lives(rank().conversation.hello, "nowhere", SETTINGS, 0.0)
+    for token in (None, Token(Head(0, 0))):
+        assert lives.drain(token, 0.0) == []
+    lives.hear(Refused("outlived", "this is life 3", life=3), 0.0)
+    assert lives.life == 3
+
+
+def test_a_rank_that_had_its_place_waits_for_its_token() -> None:
     lives = rank()
+    lives.hear(Refused("outlived", "this is life 1", life=1), 0.0)
+    assert lives.life == 0
+
+
+def test_a_rank_that_has_spoken_waits_for_its_token() -> None:
+    lives = Lives(rank().conversation.hello, "nowhere", SETTINGS, 0.0)
     say(lives, 7)
     lives.hear(Refused("outlived", "this is life 1", life=1), 0.0)
     assert lives.life == 0

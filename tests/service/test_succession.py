@@ -145,6 +145,24 @@ async def test_a_former_life_is_told_that_it_is_over() -> None:
 
 
 @virtual_time
+async def test_a_new_engine_takes_over_from_one_that_had_come_further() -> None:
+    """It has lost no coordinator yet; the former one cannot be seen to be dead, and is silent."""
+    async with VirtualStage() as stage:
+        former = RankPeer(stage, Role.DECODE, "d", 0, 1, life=3)
+        await former.join()
+        former.stop()
+        new = RankPeer(stage, Role.DECODE, "d", 0, 1, process=Process(2, "elsewhere", 0))
+        await new.join()
+        while not new.welcomed:
+            assert (await new.refused()).code == "outlived"
+            await asyncio.sleep(1)
+            new.again()
+            await turns()
+        assert now_s() < 20
+        assert group(stage, "d").life == 0
+
+
+@virtual_time
 async def test_veterans_are_not_waited_for_when_their_engine_has_gone_on() -> None:
     """One rank reported what it remembers, and gave up a moment later with the others."""
     async with VirtualStage(config(rank={"reattach_s": 10.0})) as stage:
