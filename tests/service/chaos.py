@@ -157,6 +157,7 @@ class ChaosRank(RankPeer):
         )
         self.chaos = chaos
         self.engine = (group, chaos.generations[group])
+        self.open()
 
     def _hear(self, first: int, events: Iterable[Event]) -> bool:
         known = len(self.events)

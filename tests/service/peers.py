@@ -119,6 +119,7 @@ class Peer:
         self.stage = stage
         self.identity = identity or b"t" + secrets.token_bytes(15)
         self.answers: list[bytes] = []
+        self.is_open = False
         self.socket = stage.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTING_ID, self.identity)
@@ -126,9 +127,11 @@ class Peer:
         stage.peers.append(self)
 
     def open(self) -> None:
-        """Connect."""
-        self.socket.connect(self.stage.config.listen.control[0])
-        self.channel.start()
+        """Connect, unless that is done."""
+        if not self.is_open:
+            self.is_open = True
+            self.socket.connect(self.stage.config.listen.control[0])
+            self.channel.start()
 
     def send(self, *messages: object) -> None:
         """Send one message; raw bytes stay as they are, several are several frames."""
