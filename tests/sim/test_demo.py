@@ -64,9 +64,7 @@ def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in output
 
 
-def test_the_coordinator_is_killed_and_comes_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_coordinator_is_killed_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = DemoOptions(backend="loopback", handoffs=60, kill_coordinator=True)
     code, result = show(tmp_path, options)
     output = capsys.readouterr().out

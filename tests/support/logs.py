@@ -29,9 +29,7 @@ class Captured(list[dict[str, Any]]):
 
 
 @contextmanager
-def capture(
-    level: logs.Level = "debug", now_s: Callable[[], float] | None = None
-) -> Iterator[Captured]:
+def capture(level: logs.Level = "debug", now_s: Callable[[], float] | None = None) -> Iterator[Captured]:
     """Collect every entry of this process from ``level`` up; nothing is written meanwhile.
 
     With ``now_s``, each gets the key ``at_s``: on a loop whose time is virtual, the wall's tells little.
