@@ -13,7 +13,7 @@ from tests.service.stage import VirtualStage, config, virtual_time
 from tests.support.logs import capture
 
 #: A few always; more with KV_COORDINATOR_SEEDS="100:200".
-SEEDS = range(*map(int, os.environ.get("KV_COORDINATOR_SEEDS", "0:4").split(":")))
+SEEDS = range(*map(int, os.environ.get("KV_COORDINATOR_SEEDS", "0:3").split(":")))
 
 BOUNDS = config(
     handoff={"deadline_s": 60.0, "hard_cap_s": 120.0, "stall_s": 20.0, "offer_ttl_s": 120.0},
