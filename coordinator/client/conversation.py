@@ -241,6 +241,7 @@ class Conversation:
             return
         if not self._listening:
             self._listening = self._acknowledge = True
+        self.standing.missing = broadcast.missing
         if self.hello.rank < len(broadcast.received):
             self._confirm(broadcast.received[self.hello.rank], now_s)
         self._take(broadcast.first, broadcast.events, broadcast.stable, now_s, ready=broadcast.ready)
@@ -294,6 +295,7 @@ class Conversation:
             inbox.enter(welcome.epoch, welcome.first)
             outbox.rebase(welcome.received)
             self._listening = False
+            self.standing.missing = None
         else:
             self._confirm(welcome.received, now_s)
             outbox.rewind()
@@ -304,7 +306,7 @@ class Conversation:
             self._hellos.ask(now_s)
         self._confirmed_at_s = now_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
-        self.outcomes = welcome.outcomes
+        self.outcomes = self.standing.outcomes = welcome.outcomes
         if self.standing.state is not RankState.READY:
             self.standing.become(RankState.JOINED)
         self._take(welcome.first, welcome.events, welcome.stable, now_s)

@@ -44,6 +44,8 @@ class Standing:
         state: see ``RankState``.
         fault: why nothing works any more, if so; every call of the engine raises it.
         refusals: what was not accepted of this rank alone, the newest ``MAX_REFUSALS``.
+        outcomes: where the coordinator broadcasts.
+        missing: the ranks of the group that it waits for, by number; None before a broadcast told so.
         patience_s: how long the coordinator may be away before it counts as lost; 0: for ever.
 
     """
@@ -55,6 +57,8 @@ class Standing:
         self.state = RankState.CONNECTING
         self.fault: CoordinatorError | None = None
         self.refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
+        self.outcomes = ""
+        self.missing: list[int] | None = None
         self.patience_s = patience_s
         self._last_word = ""
 
@@ -98,7 +102,8 @@ class Standing:
             case RankState.CONNECTING:
                 return f"no coordinator at {self.address} has accepted this rank yet{said}"
             case RankState.JOINED:
-                return f"the coordinator at {self.address} still waits for other ranks of the group{said}"
+                waits = f"the coordinator at {self.address} still waits for other ranks of the group"
+                return f"{waits}{self._whom()}{said}"
             case RankState.READY:
                 return "all ranks of the group are there"
             case RankState.COORDINATOR_AWAY:
@@ -106,3 +111,10 @@ class Standing:
                 return f"the coordinator at {self.address} is away; its return is awaited{bound}{said}"
             case RankState.REFUSED | RankState.CLOSED:
                 return str(self.fault)
+
+    def _whom(self) -> str:
+        """Name who is waited for; it may be this rank, which the coordinator's broadcasts do not reach."""
+        if self.missing is None:
+            return f", and nothing was heard yet from {self.outcomes}, where it broadcasts"
+        group = self.name.rpartition("/")[0]
+        return "".join(f"{', ' if index else ': '}{group}/{rank}" for index, rank in enumerate(self.missing))
