@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from coordinator.sim.forks import ForkServer
 from tests.support.faults import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    """One process with torch loaded, from which ranks are forked."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        server = ForkServer(Path(directory), {**os.environ, "OMP_NUM_THREADS": "1"})
+        yield server
+        server.close()
 
 
 @pytest.fixture
