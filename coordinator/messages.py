@@ -128,6 +128,14 @@ class Unreleased(Struct, frozen=True, array_like=True):
     attempt: Count
 
 
+class SideData(Struct, frozen=True, array_like=True):
+    """What a prefill rank has sent along with an attempt that has succeeded as far as it knows."""
+
+    room: Room
+    attempt: Count
+    aux: Aux
+
+
 class Memory(Struct, frozen=True, array_like=True):
     """What a rank knows and a coordinator that starts anew has to learn from it.
 
@@ -135,12 +143,14 @@ class Memory(Struct, frozen=True, array_like=True):
         events: the last events that the rank has; the last one has the number ``Hello.acknowledged``.
         held: the rooms that are in flight as far as the rank knows.
         unreleased: what has a verdict, and pages that were not released.
+        sent: prefill's side data of the last successes; decode may not have got them.
 
     """
 
     events: Annotated[list[Event], Meta(max_length=MAX_REMEMBERED)]
     held: Annotated[list[Held], Meta(max_length=MAX_HELD)]
     unreleased: Annotated[list[Unreleased], Meta(max_length=MAX_HELD)]
+    sent: Annotated[list[SideData], Meta(max_length=MAX_REMEMBERED)] = []
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from coordinator.groups import Group, Rank
     from coordinator.handoff import Handoff
     from coordinator.membership import Membership
-    from coordinator.messages import Event, Held
+    from coordinator.messages import Held
     from coordinator.rooms import Rooms
     from coordinator.transfers import Transfers
 
@@ -155,7 +155,7 @@ class Reattach:
         group.log.restore(most.acknowledged, testimony.kept)
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
-        self._remember(group, testimony.events)
+        self._remember(group, testimony)
         _log.warning(
             "group.restored",
             group=name,
@@ -213,18 +213,19 @@ class Reattach:
             if (attempt.room, attempt.attempt) not in told:
                 due[attempt] = None
 
-    def _remember(self, group: Group, events: dict[int, Event]) -> None:
-        """Learn from what a group remembers, by number, which rooms have ended, and how."""
+    def _remember(self, group: Group, testimony: Testimony) -> None:
+        """Learn from what a group remembers which rooms have ended, and how."""
         other = Role.DECODE if group.role is Role.PREFILL else Role.PREFILL
         learned = set()
-        for number, event in sorted(events.items()):
+        for number, event in sorted(testimony.events.items()):
             if not isinstance(event, Outcome):
                 continue
             group.ended.pop(event.room, None)
             group.ended[event.room] = number
             known = self._rooms.ended(event.room)
             if known is None or known.attempt < event.attempt:
-                ended = Ended(event.attempt, event.failure, other, inherited=True)
+                aux = testimony.side_data.get((event.room, event.attempt))
+                ended = Ended(event.attempt, event.failure, other, inherited=True, aux=aux)
                 self._rooms.remember(event.room, ended)
                 learned.add(event.room)
             elif known.attempt == event.attempt and known.unaware is group.role:

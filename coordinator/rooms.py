@@ -66,13 +66,15 @@ class Ended(msgspec.Struct):
     """The last attempt of a room; ``unaware`` is the side that has not heard of its verdict, if any.
 
     One that is ``inherited`` was remembered by the other side of a former coordinator. That side may
-    have heard of it all the same, and forgotten it since.
+    have heard of it all the same, and forgotten it since. ``aux`` are the side data of such a success,
+    None when nobody remembers them.
     """
 
     attempt: int
     failure: Failure | None
     unaware: Role | None
     inherited: bool = False
+    aux: bytes | None = None
 
 
 @lru_cache(maxsize=256)
@@ -246,12 +248,13 @@ class Rooms:
 
     def adopt(self, group: Group, room: int, ended: Ended) -> None:
         """Tell a group the verdict of a handoff that was decided without it."""
-        ended.unaware = None
-        failure = ended.failure
+        failure, aux = ended.failure, b""
         if failure is None and group.role is Role.DECODE:
             # KV and side data are one fact, and the side data went with the word that never arrived.
-            failure = Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST)
-        self.tell(group, room, Outcome(room, ended.attempt, failure))
+            failure = Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST) if ended.aux is None else None
+            aux = ended.aux or b""
+        ended.unaware = ended.aux = None
+        self.tell(group, room, Outcome(room, ended.attempt, failure, aux))
         self.release(group, room, ended.attempt)
         _log.info(
             "handoff.adopted", group=group.name, room=room, attempt=ended.attempt,

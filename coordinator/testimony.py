@@ -22,6 +22,7 @@ class Testimony:
         hellos: whose memories these are; the one that has heard most comes first.
         most: the hello of the rank that has heard most.
         events: all events that are remembered, by number.
+        side_data: what prefill's rank 0 has sent along, by room and attempt.
         contrary: the hellos that contradict that rank's.
         least: up to where all others have everything.
 
@@ -32,6 +33,7 @@ class Testimony:
         self.hellos = sorted(hellos, key=lambda hello: hello.acknowledged, reverse=True)
         self.most = self.hellos[0]
         self.events: dict[int, Event] = {}
+        self.side_data: dict[tuple[int, int], bytes] = {}
         self.contrary: list[Hello] = []
         self.least = self.most.acknowledged
         for hello in self.hellos:
@@ -39,7 +41,12 @@ class Testimony:
                 self.contrary.append(hello)
             else:
                 self.events.update(_numbered(hello))
+                self._note_side_data(hello)
                 self.least = hello.acknowledged
+
+    def _note_side_data(self, hello: Hello) -> None:
+        if hello.memory is not None and hello.rank == 0:
+            self.side_data.update({(sent.room, sent.attempt): sent.aux for sent in hello.memory.sent})
 
     @property
     def held(self) -> int:

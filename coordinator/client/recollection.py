@@ -6,7 +6,8 @@ Theory of operation
     Three things are kept. The last events: what some other rank of the group may lack. The rooms
     in flight: those of which a coordinator has heard from this rank, and whose verdict this rank
     has not. What a coordinator has not confirmed is none of these: it is submitted again, and the
-    room begins anew. And the attempts that have a verdict, and pages that were not released.
+    room begins anew. And the attempts that have a verdict, and pages that were not released. A prefill
+    rank also keeps the side data of the last successes: they reach decode with the verdict, or not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from coordinator.messages import (
     Open,
     Outcome,
     Send,
+    SideData,
     Unreleased,
 )
 
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 
     from coordinator.messages import Event, Item
 
-#: Bound of the aux blobs of the events that are kept: a ``Hello`` is one frame.
+#: Bound of the aux blobs of the events that are kept, and of those sent: a ``Hello`` is one frame.
 _MAX_AUX_BYTES: Final = 1 << 21
+#: Bound of the aux blobs of rooms in flight; what is beyond it is not kept.
+_MAX_SENDING_BYTES: Final = 1 << 24
 #: How many ended rooms are remembered: rooms are used again, and speaking of one may be late.
 _MAX_ENDED: Final = 16384
 
@@ -41,20 +45,31 @@ class _InFlight:
     """A room of which this rank has spoken since its last verdict.
 
     ``since`` and ``after``: the last event that the engine had drained when it first and last did.
+    ``aux``: the side data that it sent with its last pages; None before that, or when it is not kept.
     """
 
-    __slots__ = ("after", "confirmed", "since")
+    __slots__ = ("after", "aux", "confirmed", "since")
 
     def __init__(self, after: int) -> None:
         self.since = after
         self.after = after
         self.confirmed = False
+        self.aux: bytes | None = None
 
 
 class Recollection:
     """What one rank remembers of its group."""
 
-    __slots__ = ("_aux_bytes", "_ended", "_events", "_in_flight", "_unreleased")
+    __slots__ = (
+        "_aux_bytes",
+        "_ended",
+        "_events",
+        "_in_flight",
+        "_sending_bytes",
+        "_sent",
+        "_sent_bytes",
+        "_unreleased",
+    )
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
@@ -63,6 +78,8 @@ class Recollection:
         # Room -> number of its last verdict, and which attempt that was.
         self._ended: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._unreleased: dict[tuple[int, int], None] = {}
+        self._sent: deque[SideData] = deque()
+        self._sending_bytes = self._sent_bytes = 0
 
     def spoke(self, item: Item) -> None:
         """The engine has said ``item``."""
@@ -72,7 +89,9 @@ class Recollection:
         if room is not None:
             room.after = item.after
         elif item.room not in self._ended or self._ended[item.room][0] <= item.after:
-            self._in_flight[item.room] = _InFlight(item.after)
+            room = self._in_flight[item.room] = _InFlight(item.after)
+        if room is not None and room.aux is None and isinstance(item, Send) and item.last:
+            self._keep(room, item.aux)
 
     def confirmed(self, items: Sequence[Item]) -> None:
         """A coordinator has heard ``items``."""
@@ -88,7 +107,7 @@ class Recollection:
             self._events.append(event)
             if isinstance(event, Outcome):
                 self._aux_bytes += len(event.aux)
-                self._in_flight.pop(event.room, None)
+                self._over(event, self._in_flight.pop(event.room, None))
                 self._unreleased[event.room, event.attempt] = None
                 self._ended[event.room] = (number, event.attempt)
                 self._ended.move_to_end(event.room)
@@ -101,6 +120,22 @@ class Recollection:
             if isinstance(dropped, Outcome):
                 self._aux_bytes -= len(dropped.aux)
 
+    def _keep(self, room: _InFlight, aux: bytes) -> None:
+        if self._sending_bytes + len(aux) <= _MAX_SENDING_BYTES:
+            room.aux = aux
+            self._sending_bytes += len(aux)
+
+    def _over(self, outcome: Outcome, room: _InFlight | None) -> None:
+        """Keep the side data of a room that has succeeded; forget those of another one."""
+        if room is None or room.aux is None:
+            return
+        self._sending_bytes -= len(room.aux)
+        if outcome.succeeded:
+            self._sent.append(SideData(outcome.room, outcome.attempt, room.aux))
+            self._sent_bytes += len(room.aux)
+        while len(self._sent) > MAX_REMEMBERED or self._sent_bytes > _MAX_AUX_BYTES:
+            self._sent_bytes -= len(self._sent.popleft().aux)
+
     def report(self, base: int) -> Memory:
         """Return all of it, within the bounds of the message.
 
@@ -112,4 +147,4 @@ class Recollection:
             if flight.confirmed
         ]
         unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
-        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD])
+        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD], list(self._sent))
