@@ -16,9 +16,11 @@ from coordinator.messages import (
     Outcome,
     Released,
     Send,
+    SideData,
     Unreleased,
     encode,
 )
+from coordinator.reasons import Failure, Reason
 
 
 def said(*items: Item, confirmed: bool = True) -> Recollection:
@@ -99,3 +101,34 @@ def test_ended_rooms_are_forgotten_at_last() -> None:
     assert len(memory._ended) == 16384
     memory.heard(40_000, [Released(room, 1) for room in range(1, 40_000)])
     assert memory.report(0).unreleased == []
+
+
+def test_side_data_of_successes_are_kept_for_decode_may_not_have_got_them() -> None:
+    memory = said(Send(1, 0, b"", last=False), Send(1, 0, b"", last=True, aux=b"one"), send(2), Open(3, 0))
+    memory.heard(1, [Outcome(1, 1), Released(1, 1), Outcome(2, 1), Outcome(3, 1)])
+    assert memory.report(0).sent == [SideData(1, 1, b"one"), SideData(2, 1, b"")]
+    memory.spoke(Send(1, 4, b"", last=True, aux=b"again"))
+    memory.heard(5, [Outcome(1, 2)])
+    assert memory.report(0).sent[-1] == SideData(1, 2, b"again")
+
+
+def test_side_data_of_failures_are_forgotten() -> None:
+    memory = said(Send(1, 0, b"", last=True, aux=b"one"))
+    memory.heard(1, [Outcome(1, 1, Failure(Reason.STALLED, "", "stood still"))])
+    assert memory.report(0).sent == []
+
+
+def test_side_data_are_bounded() -> None:
+    memory = Recollection()
+    large = b"x" * (1 << 20)
+    for room in range(1, 101):
+        memory.spoke(Send(room, 0, b"", last=True, aux=large))
+    assert memory._sending_bytes == 16 << 20
+    memory.heard(1, [Outcome(room, 1) for room in range(1, 101)])
+    assert [sent.room for sent in memory.report(0).sent] == [15, 16]
+    assert memory._sending_bytes == 0
+    for room in range(101, 2001):
+        memory.spoke(send(room, after=100))
+    memory.heard(101, [Outcome(room, 1) for room in range(101, 2001)])
+    assert len(memory.report(0).sent) == MAX_REMEMBERED
+    assert memory._sent_bytes == 0

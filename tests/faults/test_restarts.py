@@ -21,8 +21,6 @@ from tests.service.stage import virtual_time
 from tests.support.faults.weather import Weather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from coordinator.messages import Event
     from tests.faults.chaos.ranks import StormRank
     from tests.service.stage import Stage
@@ -128,8 +126,8 @@ async def test_a_verdict_that_one_side_has_heard_is_adopted_by_the_other_in_what
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
-async def test_a_success_without_its_side_data_is_none(first: str) -> None:
-    """Case C29: they went with the verdict that decode has not heard."""
+async def test_a_success_that_prefill_has_heard_is_one_for_decode_with_its_side_data(first: str) -> None:
+    """Case C29: prefill's rank 0 remembers what went with the verdict that decode has not heard."""
     async with Deployment() as world:
         (prefill,), (decode,) = await pair(world)
         hears(decode, anything=False)
@@ -140,9 +138,35 @@ async def test_a_success_without_its_side_data_is_none(first: str) -> None:
         await world.kill()
         hears(decode, anything=True)
         await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
+        arrived = Outcome(7, 1, None, b"first token")
+        await world.until(lambda: has(decode, arrived, Released(7, 1)), 15, "decode has the verdict")
+        assert events(decode) == [arrived, Released(7, 1)]
+
+
+async def test_a_success_without_its_side_data_is_none() -> None:
+    """Case C29: the one rank that could have told is gone, too."""
+    async with Deployment() as world:
+        prefill, decode = await pair(world, 2)
+        for rank in decode:
+            hears(rank, anything=False)
+            rank.say(Offer(7, 0, pages(1)))
+        for rank in prefill:
+            rank.say(Send(7, 0, pages(1), last=True, aux=b"first token" if rank is prefill[0] else b""))
+        await world.until(
+            lambda: all(has(rank, Outcome(7, 1)) for rank in prefill), 5, "prefill has heard it"
+        )
+        await world.kill()
+        prefill[0].die()
+        await world.begin(find=False)
+        new = world.add(Role.PREFILL, "p", 0, 2)
+        for rank in (*decode, prefill[1]):
+            hears(rank, anything=True)
+            world.find(rank)
+        await world.until(lambda: world.is_ready("p"), 10, "prefill is back, with a new rank 0")
         lost = Outcome(7, 1, Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST))
-        await world.until(lambda: has(decode, lost, Released(7, 1)), 15, "decode has a verdict")
-        assert events(decode) == [lost, Released(7, 1)]
+        for rank in decode:
+            await world.until(lambda rank=rank: has(rank, lost, Released(7, 1)), 15, "a verdict")  # type: ignore[misc]
+        assert not [event for event in events(new) if isinstance(event, Outcome) and event.failure]
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
@@ -316,16 +340,11 @@ async def test_two_that_have_heard_different_things_are_not_put_together() -> No
         second.say(Cancel(8, 0, "enough"))
         await world.until(lambda: len(events(second)) == 2, 5, "the other one has another verdict")
         await world.kill()
+        await world.begin()
         with pytest.raises(RefusedError, match="went on without this rank"):
-            await world.until(await_both(world, prefill, [first, second]), 10, "one is refused")
+            await world.until(lambda: False, 10, "one is refused")
         states = {rank.conversation.standing.state for rank in (first, second)}
         assert states == {RankState.REFUSED, RankState.JOINED}
-
-
-def await_both(world: Deployment, *parties: list[StormRank]) -> Callable[[], bool]:
-    """Start a coordinator that they find; nothing else is waited for."""
-    task = asyncio.ensure_future(come_back(world, *parties))
-    return lambda: task.done() and False
 
 
 async def test_attempts_are_counted_on_when_the_other_side_has_seen_more_of_them() -> None:
