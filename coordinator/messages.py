@@ -129,11 +129,16 @@ class Unreleased(Struct, frozen=True, array_like=True):
 
 
 class SideData(Struct, frozen=True, array_like=True):
-    """What a prefill rank has sent along with an attempt that has succeeded as far as it knows."""
+    """What a prefill rank has sent along with an attempt that has succeeded as far as it knows.
+
+    The attempt is 0 when it has heard no verdict of it: perhaps another rank of its group has, as an
+    event with a number above ``after``.
+    """
 
     room: Room
     attempt: Count
     aux: Aux
+    after: Count = 0
 
 
 class Memory(Struct, frozen=True, array_like=True):
@@ -143,7 +148,8 @@ class Memory(Struct, frozen=True, array_like=True):
         events: the last events that the rank has; the last one has the number ``Hello.acknowledged``.
         held: the rooms that are in flight as far as the rank knows.
         unreleased: what has a verdict, and pages that were not released.
-        sent: prefill's side data of the last successes; decode may not have got them.
+        sent: prefill's side data of the last successes, which decode may not have got, and of rooms
+            in flight.
 
     """
 

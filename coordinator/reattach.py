@@ -224,7 +224,7 @@ class Reattach:
             group.ended[event.room] = number
             known = self._rooms.ended(event.room)
             if known is None or known.attempt < event.attempt:
-                aux = testimony.side_data.get((event.room, event.attempt))
+                aux = testimony.side_data(number, event)
                 ended = Ended(event.attempt, event.failure, other, inherited=True, aux=aux)
                 self._rooms.remember(event.room, ended)
                 learned.add(event.room)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.messages import Event, Hello
+    from coordinator.messages import Event, Hello, Outcome, SideData
 
 
 class Testimony:
@@ -22,7 +22,6 @@ class Testimony:
         hellos: whose memories these are; the one that has heard most comes first.
         most: the hello of the rank that has heard most.
         events: all events that are remembered, by number.
-        side_data: what prefill's rank 0 has sent along, by room and attempt.
         contrary: the hellos that contradict that rank's.
         least: up to where all others have everything.
 
@@ -33,7 +32,7 @@ class Testimony:
         self.hellos = sorted(hellos, key=lambda hello: hello.acknowledged, reverse=True)
         self.most = self.hellos[0]
         self.events: dict[int, Event] = {}
-        self.side_data: dict[tuple[int, int], bytes] = {}
+        self._side_data: dict[tuple[int, int], SideData] = {}
         self.contrary: list[Hello] = []
         self.least = self.most.acknowledged
         for hello in self.hellos:
@@ -46,7 +45,17 @@ class Testimony:
 
     def _note_side_data(self, hello: Hello) -> None:
         if hello.memory is not None and hello.rank == 0:
-            self.side_data.update({(sent.room, sent.attempt): sent.aux for sent in hello.memory.sent})
+            self._side_data.update({(sent.room, sent.attempt): sent for sent in hello.memory.sent})
+
+    def side_data(self, number: int, outcome: Outcome) -> bytes | None:
+        """What prefill's rank 0 has sent along with a success, the event ``number``; None: not known."""
+        sent = self._side_data.get((outcome.room, outcome.attempt))
+        if sent is None:
+            # Perhaps others have heard the verdict and rank 0 has not: to it the room is in flight.
+            sent = self._side_data.get((outcome.room, 0))
+            if sent is not None and sent.after >= number:
+                return None
+        return None if sent is None else sent.aux
 
     @property
     def held(self) -> int:

@@ -7,7 +7,8 @@ Theory of operation
     in flight: those of which a coordinator has heard from this rank, and whose verdict this rank
     has not. What a coordinator has not confirmed is none of these: it is submitted again, and the
     room begins anew. And the attempts that have a verdict, and pages that were not released. A prefill
-    rank also keeps the side data of the last successes: they reach decode with the verdict, or not.
+    rank also keeps the side data that it has sent, also after a success: they reach decode with the
+    verdict, or not.
 """
 
 from __future__ import annotations
@@ -147,4 +148,17 @@ class Recollection:
             if flight.confirmed
         ]
         unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
-        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD], list(self._sent))
+        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD], self._side_data())
+
+    def _side_data(self) -> list[SideData]:
+        """Return those of the last successes, then of rooms of which only others may have heard one."""
+        told, size_bytes = list(self._sent), self._sent_bytes
+        for room, flight in self._in_flight.items():
+            aux = flight.aux
+            if aux is None or size_bytes + len(aux) > _MAX_AUX_BYTES:
+                continue
+            if len(told) == MAX_REMEMBERED:
+                break
+            told.append(SideData(room, 0, aux, flight.after))
+            size_bytes += len(aux)
+        return told

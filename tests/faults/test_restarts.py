@@ -169,6 +169,30 @@ async def test_a_success_without_its_side_data_is_none() -> None:
         assert not [event for event in events(new) if isinstance(event, Outcome) and event.failure]
 
 
+@pytest.mark.parametrize("deaf", [0, 1])
+@pytest.mark.parametrize("first", ["p", "d"])
+async def test_a_success_that_one_prefill_rank_has_heard_is_one_for_decode(first: str, deaf: int) -> None:
+    """Case C29: also when the rank that had sent the side data is not the one that has heard."""
+    async with Deployment() as world:
+        prefill, decode = await pair(world, 2)
+        for rank in (*decode, prefill[deaf]):
+            hears(rank, anything=False)
+        for rank in decode:
+            rank.say(Offer(7, 0, pages(1)))
+        for rank in prefill:
+            rank.say(Send(7, 0, pages(1), last=True, aux=b"first token" if rank is prefill[0] else b""))
+        await world.until(lambda: has(prefill[1 - deaf], Outcome(7, 1)), 5, "one has heard it")
+        await world.kill()
+        for rank in (*decode, prefill[deaf]):
+            hears(rank, anything=True)
+        await come_back(world, *((prefill, decode) if first == "p" else (decode, prefill)))
+        arrived = Outcome(7, 1, None, b"first token")
+        for rank in decode:
+            await world.until(lambda rank=rank: has(rank, arrived, Released(7, 1)), 15, "a verdict")  # type: ignore[misc]
+            assert events(rank) == [arrived, Released(7, 1)]
+        await world.until(lambda: has(prefill[deaf], Outcome(7, 1), Released(7, 1)), 15, "the other, too")
+
+
 @pytest.mark.parametrize("first", ["p", "d"])
 async def test_a_success_that_decode_has_heard_is_one_for_prefill(first: str) -> None:
     async with Deployment() as world:
