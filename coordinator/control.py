@@ -151,6 +151,7 @@ class Control:
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
+            lineage=group.lineage,
         )
         self._answer(identity, welcome)
         self.note(group)

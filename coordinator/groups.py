@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 
 from coordinator.broadcast import GroupLog
@@ -78,6 +79,9 @@ class Group:
         handoffs: the handoffs in flight that this group takes part in.
         origin: the epoch that it was restored from and that epoch's head; (0, 0) when it was not.
         life: how often its engine has given up on a coordinator; see ``Hello``.
+        lineage: its identity, which outlives coordinators; see ``Welcome``.
+        awaits: rooms of a former epoch of which its ranks have spoken without having been told a
+            verdict since -> the last attempt that they know to have ended.
 
     """
 
@@ -101,6 +105,8 @@ class Group:
         self.handoffs: set[Handoff] = set()
         self.origin = (0, 0)
         self.life: int = hello.life
+        self.lineage = secrets.randbits(64)
+        self.awaits: dict[int, int] = {}
 
     @property
     def live(self) -> list[Rank]:

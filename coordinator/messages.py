@@ -66,13 +66,40 @@ class Role(StrEnum):
 # --- events of a group -------------------------------------------------------------------------
 
 
-class Outcome(Struct, frozen=True, array_like=True, tag="outcome"):
-    """The one verdict of a handoff. ``failure`` is None when it succeeded."""
+class Elsewhere(Struct, frozen=True, array_like=True):
+    """Where the other side's group has the same verdict: as event ``number`` of ``lineage``."""
+
+    lineage: U64
+    number: Count
+
+
+class Outcome(Struct, frozen=True, array_like=True, tag="outcome", eq=False):
+    """The one verdict of a handoff.
+
+    Attributes:
+        failure: None when it succeeded.
+        aux: to decode, with a success: the side data that prefill's rank 0 has sent along.
+        elsewhere: None while the other side is not known. It is no part of what the verdict says:
+            two are equal without it.
+
+    """
 
     room: Room
     attempt: Count
     failure: Failure | None = None
     aux: Aux = b""
+    elsewhere: Elsewhere | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both say the same."""
+        return isinstance(other, Outcome) and self._says() == other._says()
+
+    def __hash__(self) -> int:
+        """Equal ones have the same."""
+        return hash(self._says())
+
+    def _says(self) -> tuple[int, int, Failure | None, bytes]:
+        return self.room, self.attempt, self.failure, self.aux
 
     @property
     def succeeded(self) -> bool:
@@ -150,6 +177,8 @@ class Memory(Struct, frozen=True, array_like=True):
         unreleased: what has a verdict, and pages that were not released.
         sent: prefill's side data of the last successes, which decode may not have got, and of rooms
             in flight.
+        said: the rooms of which the rank has spoken, and does not know whether anybody has heard it.
+        lineage: that of its group; see ``Welcome``.
 
     """
 
@@ -157,6 +186,8 @@ class Memory(Struct, frozen=True, array_like=True):
     held: Annotated[list[Held], Meta(max_length=MAX_HELD)]
     unreleased: Annotated[list[Unreleased], Meta(max_length=MAX_HELD)]
     sent: Annotated[list[SideData], Meta(max_length=MAX_REMEMBERED)] = []
+    said: Annotated[list[Held], Meta(max_length=MAX_HELD)] = []
+    lineage: U64 = 0
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
@@ -396,6 +427,8 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
         stable: up to where every live rank of the group has the events.
         received: up to which number the coordinator has this rank's items.
         heartbeat_s: how often each side gives a sign of life at least.
+        lineage: drawn at random when the group began. It stays when a coordinator takes the group over
+            from another one, and is another one when a group begins anew under the same name.
 
     """
 
@@ -406,6 +439,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     stable: int
     received: int
     heartbeat_s: float
+    lineage: int = 0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):

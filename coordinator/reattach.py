@@ -5,8 +5,9 @@ and what was not released yet. The group's numbering goes on where the rank that
 what the others missed is an ordinary replay, and no event is applied twice.
 
 A room that a rank holds has a verdict already when some rank of its group, or of the other side's,
-has received one: that one is adopted. The rest fails with ``coordinator_restarted``: at once when
-both sides are known, else when ``rank.reattach_s`` is over.
+has received one: that one is adopted. (Which group was the other side, and where in its log it was
+told, is part of a verdict: the room may be in use by others by now.) The rest fails with
+``coordinator_restarted``: at once when both sides are known, else when ``rank.reattach_s`` is over.
 
 Pages: the former coordinator's workers died with it (the kernel sees to that). A prefill rank's pages
 are quiet when its new worker is up, for that one has locked the pool. Decode's pages are quiet when
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.events import INHERITED, Inherited, MoveQuiet
 from coordinator.logs import get_logger
-from coordinator.messages import Hello, Outcome, Refused, Released, Role, Unreleased
+from coordinator.messages import Elsewhere, Hello, Outcome, Refused, Released, Role, Unreleased
 from coordinator.reasons import Reason
 from coordinator.rooms import Ended
 from coordinator.testimony import Testimony, agrees
@@ -78,6 +79,8 @@ class Reattach:
         self._transfers = transfers
         self._answer = answer
         self._waiting: dict[str, _Waiting] = {}
+        # The lineage of a group -> the number of an event that it was told -> which verdict that was.
+        self._claims: dict[int, dict[int, tuple[int, Ended]]] = {}
         self._quiet: set[Group] = set()
         self._unreleased: dict[Group, dict[Unreleased, None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,6 +158,7 @@ class Reattach:
         group.log.restore(most.acknowledged, testimony.kept)
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
+        group.lineage, group.awaits = testimony.lineage or group.lineage, dict(testimony.awaits)
         self._remember(group, testimony)
         _log.warning(
             "group.restored",
@@ -220,18 +224,61 @@ class Reattach:
         for number, event in sorted(testimony.events.items()):
             if not isinstance(event, Outcome):
                 continue
-            group.ended.pop(event.room, None)
-            group.ended[event.room] = number
-            known = self._rooms.ended(event.room)
-            if known is None or known.attempt < event.attempt:
-                aux = testimony.side_data(number, event)
-                ended = Ended(event.attempt, event.failure, other, inherited=True, aux=aux)
-                self._rooms.remember(event.room, ended)
-                learned.add(event.room)
-            elif known.attempt == event.attempt and known.unaware is group.role:
+            room, attempt = event.room, event.attempt
+            group.ended.pop(room, None)
+            group.ended[room] = number
+            if room in group.awaits:
+                group.awaits[room] = max(group.awaits[room], attempt)
+            aux = testimony.side_data(number, event)
+            ended = Ended(
+                attempt, event.failure, None, Elsewhere(group.lineage, number), inherited=True, aux=aux
+            )
+            self._claim(event, ended, other)
+            known = self._rooms.ended(room)
+            if known is None or known.attempt < attempt:
+                self._rooms.remember(room, ended)
+                learned.add(room)
+            elif known.attempt == attempt and known.unaware is group.role:
                 known.unaware = None
+        for claimed in list(self._membership.groups.values()):
+            if claimed.origin != (0, 0):
+                self._adopt_claims(claimed)
         for room in learned & set(self._rooms.active):
             self._correct(room, other)
+
+    def _claim(self, event: Outcome, ended: Ended, other: Role) -> None:
+        """Note what a group says another one was told; or, when that was not known, what it was not."""
+        elsewhere = event.elsewhere
+        if elsewhere is not None:
+            self._claims.setdefault(elsewhere.lineage, {})[elsewhere.number] = (event.room, ended)
+        elif event.failure is not None:
+            ended.unaware = other
+
+    def _adopt_claims(self, group: Group) -> None:
+        """Tell a group the verdicts that it waits for, and that other groups say it was told.
+
+        It had not heard them: their numbers are beyond what any of its ranks has. (But those of a
+        verdict that was adopted before are beyond it, too: so it must wait for the room, and for this
+        attempt. And a number alone means nothing to another engine that has the same name by now.)
+        """
+        claims = self._claims.pop(group.lineage, {})
+        for number in sorted(claims):
+            room, ended = claims[number]
+            if number > group.origin[1] and group.awaits.get(room, ended.attempt) < ended.attempt:
+                self._adopt_claim(group, room, ended)
+
+    def _adopt_claim(self, group: Group, room: int, ended: Ended) -> None:
+        handoff = self._rooms.active.get(room)
+        if handoff is not None and group in handoff.groups:
+            # It stands for what this side had said of the room before it could hear this.
+            self._undecided.discard(handoff)
+            if len(handoff.groups) > 1:
+                # A third party uses the room already; its bytes may be on their way into these pages.
+                handoff.machine.attempt = max(handoff.machine.attempt, ended.attempt + 1)
+                handoff.fail(Reason.COORDINATOR_RESTARTED, LOST)
+                return
+            self._rooms.withdraw(handoff)
+        self._rooms.adopt(group, room, ended)
 
     def _correct(self, room: int, unaware: Role) -> None:
         """See to a handoff that has begun before a verdict of the former epoch came to light."""
@@ -239,7 +286,8 @@ class Reattach:
         if known is None or handoff.machine.attempt > known.attempt:
             return
         group = handoff.prefill if unaware is Role.PREFILL else handoff.decode
-        if group is not None and group.origin != (0, 0) and len(handoff.groups) == 1:
+        concerns_it = known.unaware is unaware and group is not None and group.origin != (0, 0)
+        if group is not None and concerns_it and len(handoff.groups) == 1:
             # It stands for what that side had said of the room before it could hear this.
             self._undecided.discard(handoff)
             self._rooms.withdraw(handoff)
@@ -279,7 +327,7 @@ class Reattach:
     def release(self, group: Group, room: int, attempt: int) -> None:
         """Tell a group that pages are quiet, as soon as nothing of a former epoch moves there."""
         if group.origin == (0, 0) or group in self._quiet:
-            self._rooms.tell(group, room, Released(room, attempt))
+            self._rooms.tell(group, Released(room, attempt))
         else:
             self._unreleased.setdefault(group, {})[Unreleased(room, attempt)] = None
 
@@ -312,7 +360,7 @@ class Reattach:
             if INHERITED in handoff.machine.unsettled and group in handoff.groups:
                 self._settle(handoff)
         for attempt in self._unreleased.pop(group, {}):
-            self._rooms.tell(group, attempt.room, Released(attempt.room, attempt.attempt))
+            self._rooms.tell(group, Released(attempt.room, attempt.attempt))
         _log.info("group.quiet", group=group.name)
 
 

@@ -21,6 +21,7 @@ from coordinator.logs import get_logger
 from coordinator.messages import (
     PAGE_BYTES,
     Cancel,
+    Elsewhere,
     Extend,
     Item,
     Offer,
@@ -63,16 +64,18 @@ _log = get_logger()
 
 
 class Ended(msgspec.Struct):
-    """The last attempt of a room; ``unaware`` is the side that has not heard of its verdict, if any.
+    """The last attempt of a room, and how it ended.
 
-    One that is ``inherited`` was remembered by the other side of a former coordinator. That side may
-    have heard of it all the same, and forgotten it since. ``aux`` are the side data of such a success,
-    None when nobody remembers them.
+    ``unaware`` is the side that was not known when it failed, and has not heard of it, if any;
+    ``elsewhere`` is where the other one has. One that is ``inherited`` is known from a former coordinator's
+    ranks, and may have been told to that side all the same. ``aux`` are the side data of a success, None
+    when nobody remembers them.
     """
 
     attempt: int
     failure: Failure | None
-    unaware: Role | None
+    unaware: Role | None = None
+    elsewhere: Elsewhere | None = None
     inherited: bool = False
     aux: bytes | None = None
 
@@ -254,7 +257,7 @@ class Rooms:
             failure = Failure(Reason.COORDINATOR_RESTARTED, "", SIDE_DATA_LOST) if ended.aux is None else None
             aux = ended.aux or b""
         ended.unaware = ended.aux = None
-        self.tell(group, room, Outcome(room, ended.attempt, failure, aux))
+        self.tell(group, Outcome(room, ended.attempt, failure, aux, ended.elsewhere))
         self.release(group, room, ended.attempt)
         _log.info(
             "handoff.adopted", group=group.name, room=room, attempt=ended.attempt,
@@ -270,7 +273,7 @@ class Rooms:
         return ended.attempt + 1 if ended is not None else 1
 
     def _release(self, group: Group, room: int, attempt: int) -> None:
-        self.tell(group, room, Released(room, attempt))
+        self.tell(group, Released(room, attempt))
 
     def bind(self, handoff: Handoff, group: Group) -> None:
         """Make a group part of a handoff; with the second one its legs are known."""
@@ -306,9 +309,9 @@ class Rooms:
         self._counters.failed[failure.reason] += 1
         if room not in self.active:
             other = Role.DECODE if group.role is Role.PREFILL else Role.PREFILL
-            self.remember(room, Ended(attempt, failure, other))
-        self.tell(group, room, Outcome(room, attempt, failure))
-        self.tell(group, room, Released(room, attempt))
+            self.remember(room, Ended(attempt, failure, other, _next_of(group)))
+        self.tell(group, Outcome(room, attempt, failure))
+        self.tell(group, Released(room, attempt))
         _log.info(
             "handoff.outcome", group=group.name, room=room, attempt=attempt, outcome="failed",
             reason=failure.reason, origin=failure.origin, message=failure.message,
@@ -333,16 +336,24 @@ class Rooms:
             del self.active[room]
         self.unreleased.add(handoff)
         self._offers.discard(handoff)
-        unaware = None
-        if handoff.prefill is None:
-            unaware = Role.PREFILL
-        elif handoff.decode is None:
-            unaware = Role.DECODE
-        self.remember(room, Ended(machine.attempt, failure, unaware))
+        prefill, decode = handoff.prefill, handoff.decode
+        at_prefill = None if prefill is None else _next_of(prefill)
+        at_decode = None if decode is None else _next_of(decode)
+        ended = Ended(machine.attempt, failure)
+        if prefill is None:
+            ended.unaware, ended.elsewhere = Role.PREFILL, at_decode
+        elif decode is None:
+            ended.unaware, ended.elsewhere = Role.DECODE, at_prefill
+        self.remember(room, ended)
+        # Both logs first: making room in one that overflows may end other handoffs.
+        if prefill is not None:
+            self._append(prefill, Outcome(room, machine.attempt, failure, b"", at_decode))
+        if decode is not None:
+            aux = machine.aux if failure is None else b""
+            self._append(decode, Outcome(room, machine.attempt, failure, aux, at_prefill))
         for group in handoff.groups:
             group.handoffs.discard(handoff)
-            aux = machine.aux if failure is None and group.role is Role.DECODE else b""
-            self.tell(group, room, Outcome(room, machine.attempt, failure, aux))
+            self._publish(group)
         if failure is None:
             self._counters.succeeded += 1
         else:
@@ -355,7 +366,7 @@ class Rooms:
         machine = handoff.machine
         group = handoff.prefill if side is Role.PREFILL else handoff.decode
         if group is not None:
-            self.tell(group, machine.room, Released(machine.room, machine.attempt))
+            self.tell(group, Released(machine.room, machine.attempt))
         first = handoff.released_together is None
         if first:
             handoff.released_together = not machine.held
@@ -439,12 +450,20 @@ class Rooms:
         _log.warning("item.refused", rank=rank.name, room=item.room, item=kind, error=message)
         return Refused(kind, message, item.room)
 
-    def tell(self, group: Group, room: int, event: Outcome | Released) -> None:
+    def tell(self, group: Group, event: Outcome | Released) -> None:
         """Add an event to a group's log and have it broadcast."""
+        self._append(group, event)
+        self._publish(group)
+
+    @staticmethod
+    def _append(group: Group, event: Outcome | Released) -> None:
         number = group.log.append(event)
         if isinstance(event, Outcome):
-            group.ended.pop(room, None)  # so that the newest verdict stands last
-            group.ended[room] = number
+            group.ended.pop(event.room, None)  # so that the newest verdict stands last
+            group.ended[event.room] = number
+            group.awaits.pop(event.room, None)
+
+    def _publish(self, group: Group) -> None:
         self._broadcaster.publish(group)
         if len(group.log) > self._limits.backlog_events:
             self.overflowed(group)
@@ -464,6 +483,11 @@ class Rooms:
             "room": handoff.machine.room,
             "attempt": handoff.machine.attempt,
         }
+
+
+def _next_of(group: Group) -> Elsewhere:
+    """Where the next event of a group will be."""
+    return Elsewhere(group.lineage, group.log.head + 1)
 
 
 def _bad_pages(pages: bytes, rank: Rank, before: int) -> str | None:

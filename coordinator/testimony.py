@@ -22,6 +22,8 @@ class Testimony:
         hellos: whose memories these are; the one that has heard most comes first.
         most: the hello of the rank that has heard most.
         events: all events that are remembered, by number.
+        awaits: the rooms of which a rank has spoken without having been told a verdict since -> the
+            last attempt that any of the ranks knows to have ended.
         contrary: the hellos that contradict that rank's.
         least: up to where all others have everything.
 
@@ -33,6 +35,7 @@ class Testimony:
         self.most = self.hellos[0]
         self.events: dict[int, Event] = {}
         self._side_data: dict[tuple[int, int], SideData] = {}
+        self.awaits: dict[int, int] = {}
         self.contrary: list[Hello] = []
         self.least = self.most.acknowledged
         for hello in self.hellos:
@@ -41,11 +44,22 @@ class Testimony:
             else:
                 self.events.update(_numbered(hello))
                 self._note_side_data(hello)
+                self._note_rooms(hello)
                 self.least = hello.acknowledged
 
     def _note_side_data(self, hello: Hello) -> None:
         if hello.memory is not None and hello.rank == 0:
             self._side_data.update({(sent.room, sent.attempt): sent for sent in hello.memory.sent})
+
+    def _note_rooms(self, hello: Hello) -> None:
+        if hello.memory is not None:
+            for room in (*hello.memory.held, *hello.memory.said):
+                self.awaits[room.room] = max(room.attempt, self.awaits.get(room.room, 0))
+
+    @property
+    def lineage(self) -> int:
+        """That of the group."""
+        return self.most.memory.lineage if self.most.memory is not None else 0
 
     def side_data(self, number: int, outcome: Outcome) -> bytes | None:
         """What prefill's rank 0 has sent along with a success, the event ``number``; None: not known."""

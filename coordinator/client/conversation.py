@@ -76,6 +76,7 @@ class Conversation:
         self.news = self.used = False
         self.drained_through: bytes | None = None
         self.outcomes = ""
+        self._lineage = 0
         self.connections = 0
         self.hello = hello
         self._settings = settings
@@ -264,7 +265,7 @@ class Conversation:
             epoch=self.inbox.epoch,
             acknowledged=self.inbox.have,
             confirmed=self.outbox.confirmed,
-            memory=self._recollection.report(self.inbox.base) if self._asked else None,
+            memory=self._recollection.report(self.inbox.base, self._lineage) if self._asked else None,
         )
 
     def _submit(self, now_s: float) -> Submit:
@@ -306,6 +307,7 @@ class Conversation:
             self._hellos.ask(now_s)
         self._confirmed_at_s = now_s
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
+        self._lineage = welcome.lineage
         self.outcomes = self.standing.outcomes = welcome.outcomes
         if self.standing.state is not RankState.READY:
             self.standing.become(RankState.JOINED)

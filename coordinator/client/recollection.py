@@ -5,10 +5,10 @@ Sans-IO: no socket, no clock, no lock; whoever shares a recollection between thr
 Theory of operation
     Three things are kept. The last events: what some other rank of the group may lack. The rooms
     in flight: those of which a coordinator has heard from this rank, and whose verdict this rank
-    has not. What a coordinator has not confirmed is none of these: it is submitted again, and the
-    room begins anew. And the attempts that have a verdict, and pages that were not released. A prefill
-    rank also keeps the side data that it has sent, also after a success: they reach decode with the
-    verdict, or not.
+    has not. What a coordinator has not confirmed is submitted again, and the room begins anew, unless
+    it turns out that it has a verdict already. And the attempts that have a verdict, and pages that
+    were not released. A prefill rank also keeps the side data that it has sent, also after a success:
+    they reach decode with the verdict, or not.
 """
 
 from __future__ import annotations
@@ -137,18 +137,25 @@ class Recollection:
         while len(self._sent) > MAX_REMEMBERED or self._sent_bytes > _MAX_AUX_BYTES:
             self._sent_bytes -= len(self._sent.popleft().aux)
 
-    def report(self, base: int) -> Memory:
+    def report(self, base: int, lineage: int = 0) -> Memory:
         """Return all of it, within the bounds of the message.
 
-        ``base``: what came up to this number was before this rank's time.
+        ``base``: what came up to this number was before this rank's time. ``lineage``: its group's.
         """
-        held = [
-            Held(room, max(flight.after, base), self._ended.get(room, (0, 0))[1])
-            for room, flight in self._in_flight.items()
-            if flight.confirmed
-        ]
+        held: list[Held] = []
+        said: list[Held] = []
+        for room, flight in self._in_flight.items():
+            told = held if flight.confirmed else said
+            told.append(Held(room, max(flight.after, base), self._ended.get(room, (0, 0))[1]))
         unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
-        return Memory(list(self._events), held[:MAX_HELD], unreleased[:MAX_HELD], self._side_data())
+        return Memory(
+            list(self._events),
+            held[:MAX_HELD],
+            unreleased[:MAX_HELD],
+            self._side_data(),
+            said[: MAX_HELD - len(held)],
+            lineage,
+        )
 
     def _side_data(self) -> list[SideData]:
         """Return those of the last successes, then of rooms of which only others may have heard one."""

@@ -15,6 +15,9 @@ from tests.support.faults import Faults
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+#: A storm with real processes takes as long as so many others.
+_SEEDS_PER_PROCESS_SEED = 50
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
@@ -33,6 +36,9 @@ def faults() -> Iterator[Faults]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``chaos_seed`` runs with each of the first seeds."""
+    """A test that takes ``chaos_seed`` runs with each of the first seeds; one with processes, with fewer."""
+    seeds = metafunc.config.getoption("--chaos-seeds")
     if "chaos_seed" in metafunc.fixturenames:
-        metafunc.parametrize("chaos_seed", range(metafunc.config.getoption("--chaos-seeds")))
+        metafunc.parametrize("chaos_seed", range(seeds))
+    if "process_chaos_seed" in metafunc.fixturenames:
+        metafunc.parametrize("process_chaos_seed", range(max(1, seeds // _SEEDS_PER_PROCESS_SEED)))
