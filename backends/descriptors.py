@@ -108,13 +108,17 @@ def _pairing_problem(part: Part) -> str | None:
 
 def merged_runs(part: Part) -> Runs:
     """Byte runs of a checked part, in its order; blocks adjacent on both sides are one run."""
+    source, destination = part.source_blocks, part.destination_blocks
     block_bytes = part.source.block_bytes
-    source = part.source.offset_bytes + part.source_blocks.astype(np.int64) * part.source.stride_bytes
-    destination = (
-        part.destination.offset_bytes
-        + part.destination_blocks.astype(np.int64) * part.destination.stride_bytes
+    if part.source.stride_bytes == part.destination.stride_bytes == block_bytes:
+        # On block numbers, before they become offsets: that is faster by far where runs are long.
+        breaks = (source[1:] - source[:-1] != 1) | (destination[1:] - destination[:-1] != 1)
+        starts = np.concatenate((np.arange(min(1, source.size)), np.flatnonzero(breaks) + 1))
+    else:
+        # There is a gap behind each block.
+        starts = np.arange(source.size)
+    return Runs(
+        part.source.offset_bytes + source[starts].astype(np.int64) * part.source.stride_bytes,
+        part.destination.offset_bytes + destination[starts].astype(np.int64) * part.destination.stride_bytes,
+        np.diff(np.append(starts, source.size)) * block_bytes,
     )
-    adjacent = (np.diff(source) == block_bytes) & (np.diff(destination) == block_bytes)
-    starts = np.concatenate(([0], np.flatnonzero(~adjacent) + 1)) if source.size else np.empty(0, np.int64)
-    lengths = np.diff(np.append(starts, source.size)) * block_bytes
-    return Runs(source[starts], destination[starts], lengths)

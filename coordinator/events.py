@@ -46,11 +46,13 @@ class Pairing(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, prefill_world: int, decode_world: int, legs: tuple[Leg, ...]) -> Pairing:
         """Index the legs from both ends."""
+        by_source: list[list[Leg]] = [[] for _ in range(prefill_world)]
+        by_destination: list[list[Leg]] = [[] for _ in range(decode_world)]
+        for leg in legs:
+            by_source[leg[0]].append(leg)
+            by_destination[leg[1]].append(leg)
         return cls(
-            prefill_world,
-            decode_world,
-            tuple(tuple(leg for leg in legs if leg[0] == rank) for rank in range(prefill_world)),
-            tuple(tuple(leg for leg in legs if leg[1] == rank) for rank in range(decode_world)),
+            prefill_world, decode_world, tuple(map(tuple, by_source)), tuple(map(tuple, by_destination))
         )
 
 

@@ -72,7 +72,6 @@ class Group:
         ranks: by number; None where no rank has joined yet. A lost rank stays until it is replaced.
         incarnation: counted up whenever a member is lost; its handoffs fail with it.
         log: the events of this group.
-        page_bytes: bytes of one page on one rank, over all planes.
         absent: the ranks that are not there, or have not seen a broadcast yet, as of ``heard``.
         published: events up to here have been broadcast.
         ended: rooms whose verdict some rank has not drained yet -> the number of that verdict.
@@ -92,7 +91,6 @@ class Group:
         self.role: Role = hello.role
         self.world_size: int = hello.world_size
         self.layout = hello.layout
-        self.page_bytes = hello.layout.planes * hello.layout.page_bytes(hello.world_size)
         self.backend: str = hello.backend
         self.ranks: list[Rank | None] = [None] * hello.world_size
         self.incarnation = 1

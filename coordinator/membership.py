@@ -18,6 +18,7 @@ import msgspec
 
 from coordinator.errors import LayoutError
 from coordinator.groups import Group, Rank
+from coordinator.layout import Layout
 from coordinator.logs import get_logger
 from coordinator.messages import VERSION, Hello, Refused, Role
 from coordinator.reasons import Reason
@@ -277,7 +278,7 @@ class Membership:
             hello.layout.check(hello.world_size)
         except LayoutError as error:
             return f"layout: {error}"
-        need = hello.layout.pool_bytes(hello.pool.pages, hello.world_size)
+        need = hello.layout.pool_bytes(hello.pool.pages, hello.world_size, hello.rank)
         if need != hello.pool.size_bytes:
             return (
                 f"pool: {hello.pool.pages} pages of this layout are {need} bytes, not {hello.pool.size_bytes}"
@@ -299,10 +300,12 @@ class Membership:
         group = self.groups.get(hello.group)
         if group is None:
             return None
-        fields = {
+        fields: dict[str, tuple[object, object]] = {
             "role": (group.role, hello.role),
             "world_size": (group.world_size, hello.world_size),
-            "layout": (group.layout, hello.layout),
+        } | {
+            f"layout.{field}": (getattr(group.layout, field), getattr(hello.layout, field))
+            for field in Layout.__struct_fields__
         }
         different = [
             f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs

@@ -16,7 +16,7 @@ import msgspec
 
 from coordinator.events import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
 from coordinator.handoff import Handoff
-from coordinator.layout import Layout, legs, mismatches
+from coordinator.layout import Layout, mismatches
 from coordinator.logs import get_logger
 from coordinator.messages import (
     PAGE_BYTES,
@@ -33,6 +33,7 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.reasons import Failure, Reason
+from coordinator.slices import legs
 from coordinator.watch import Watch
 
 if TYPE_CHECKING:
@@ -83,10 +84,11 @@ class Ended(msgspec.Struct):
 @lru_cache(maxsize=256)
 def pairing(prefill: Layout, prefill_world: int, decode: Layout, decode_world: int) -> Pairing | str:
     """How the ranks of two groups exchange pages, or a sentence that says why they cannot."""
-    problems = mismatches(prefill, prefill_world, decode, decode_world)
+    problems = mismatches(prefill, decode)
     if problems:
         return "; ".join(problems)
-    return Pairing.of(prefill_world, decode_world, legs(prefill_world, decode_world))
+    pairs = legs(prefill, prefill_world, decode, decode_world)
+    return Pairing.of(prefill_world, decode_world, pairs)
 
 
 class Rooms:

@@ -30,6 +30,7 @@ from coordinator.messages import (
 )
 from coordinator.messages import MoveFailed as MoveFailedReport
 from coordinator.reasons import Failure, Reason
+from coordinator.slices import page_bytes, slice_of
 from coordinator.watch import Watch
 from coordinator.worker.supervisor import CommandQueue, Worker
 
@@ -63,14 +64,15 @@ class RouteState(StrEnum):
 
 
 class Route:
-    """One worker's way to one decode rank."""
+    """One worker's way to one decode rank, on which each page takes ``page_bytes``."""
 
-    __slots__ = ("crew", "failures", "flights", "rank", "retry", "state", "trouble")
+    __slots__ = ("crew", "failures", "flights", "page_bytes", "rank", "retry", "state", "trouble")
 
     def __init__(self, crew: Crew, rank: Rank) -> None:
         """A way that is not open yet."""
         self.crew = crew
         self.rank = rank
+        self.page_bytes = _page_bytes(crew.worker.rank, rank)
         self.state = RouteState.DOWN
         self.flights: dict[int, Flight] = {}
         self.failures = 0
@@ -263,7 +265,7 @@ class Transfers:
             # In the pause before the next attempt to connect: fail fast, it may go elsewhere.
             self._refuse(handoff, move, Reason.CONNECT, f"{route.name} is down: {route.trouble}")
             return
-        size_bytes = len(move.source_pages) // PAGE_BYTES * crew.worker.rank.group.page_bytes
+        size_bytes = len(move.source_pages) // PAGE_BYTES * route.page_bytes
         flight = Flight(next(self._numbers), handoff, move.move, route, size_bytes)
         self.flights[flight.number] = route.flights[flight.number] = flight
         handoff.flights[move.move] = flight
@@ -478,3 +480,12 @@ class Transfers:
         if route.retry is not None:
             route.retry.cancel()
             route.retry = None
+
+
+def _page_bytes(source: Rank, target: Rank) -> int:
+    """Bytes that a leg carries of each page."""
+    prefill, decode = source.group, target.group
+    piece = slice_of(
+        prefill.layout, prefill.world_size, source.number, decode.layout, decode.world_size, target.number
+    )
+    return page_bytes(prefill.layout, piece)

@@ -70,7 +70,7 @@ class WorkerHost:
         """
         ours = self._ours
         ours.layout.check(ours.world_size)
-        needed = ours.layout.pool_bytes(ours.pages, ours.world_size)
+        needed = ours.layout.pool_bytes(ours.pages, ours.world_size, ours.rank)
         if region.size_bytes != needed:
             message = f"the pool has {region.size_bytes} bytes, {ours.pages} pages need {needed}"
             raise PoolError(message)

@@ -217,7 +217,7 @@ class Lane:
         try:
             self._route = route(self._ours, theirs)
             self._link = self._backend.connect(self.peer, command.endpoint)
-        except (LayoutError, BackendError) as error:
+        except (LayoutError, PoolError, BackendError) as error:
             message = f"{self.peer} could not be connected: {error}"[:_MAX_TEXT]
             self._down = (CONNECT, message)
             _log.warning("%s", message)

@@ -1,20 +1,21 @@
 """From page lists to blocks: which bytes of one rank's pool go where in another's.
 
 Theory of operation
-    A ``Route`` is worked out once for a pair of ranks, from their layouts. It is a few ``Strip``s.
-    A strip is a grid of blocks on each side, and the pieces that every page has on those grids:
-    piece ``k`` of page ``g`` is block ``first[k] + g * step``. Where both sides have the same page
-    size and heads, a piece is the whole page in one plane. Where they differ, it is a part of a
-    page (the heads of one token, say), and the strips and pieces are more, nothing else.
+    A ``Route`` is worked out once for a pair of ranks, from their layouts. It is one ``Strip`` for each
+    section of a pool. A strip is a grid of blocks on each side, and where the planes that travel begin on
+    it. Where both ranks hold the same heads, a block is a whole page. Where they do not, it is the common
+    heads of one row of a page, and the blocks are more, nothing else. Layers that are not common do not
+    occur.
 
-    A move is one outer sum, pieces by pages, on each side. It is made in rectangles, each of which
-    fits into one post; no Python loop runs over pages. Pieces are the outer axis, because pages that
-    follow one another in memory do so within a plane.
+    A move is one outer sum, planes by the blocks of its pages, on each side. It is made in rectangles,
+    each of which fits into one post; no Python loop runs over pages. Planes are the outer axis, because
+    pages that follow one another in memory do so within a plane.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -23,12 +24,14 @@ from backends.base import Grid, Part
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import mismatches
 from coordinator.messages import PAGE_BYTES
+from coordinator.slices import slice_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from backends.base import BlockIndex
-    from coordinator.layout import Layout
+    from coordinator.layout import Layout, Section
+    from coordinator.slices import Slice
     from coordinator.worker.settings import Budget
 
 #: Block numbers are int32.
@@ -55,48 +58,114 @@ class RankPool:
     rank: int
     pages: int
 
+    def sections(self) -> tuple[Placed, ...]:
+        """The sections of the pool, in order; the layout must have passed ``check``."""
+        share = self.layout.share(self.world_size, self.rank)
+        placed: list[Placed] = []
+        offset_bytes = 0
+        for section in self.layout.sections:
+            placed.append(
+                Placed(section, offset_bytes, share.layers * section.planes, self.pages, share.heads)
+            )
+            offset_bytes += placed[-1].size_bytes
+        return tuple(placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A section of one rank's pool.
+
+    Attributes:
+        section: what it has in common with that of every rank.
+        offset_bytes: where it starts in the region.
+        planes: in it.
+        pages: in each plane.
+        heads: that the rank holds.
+
+    """
+
+    section: Section
+    offset_bytes: int
+    planes: int
+    pages: int
+    heads: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of a row: all heads of the rank."""
+        return self.heads * self.section.head_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the section."""
+        return self.planes * self.pages * self.section.rows * self.row_bytes
+
+    def page_grid(self) -> Grid:
+        """Return the grid whose blocks are whole pages, all planes one after the other."""
+        page_bytes = self.section.rows * self.row_bytes
+        return Grid(0, self.offset_bytes, page_bytes, page_bytes, self._count(1))
+
+    def row_grid(self, first_head: int, heads: int) -> Grid:
+        """Return the grid whose blocks are some heads of each row."""
+        offset_bytes = self.offset_bytes + first_head * self.section.head_bytes
+        rows = self._count(self.section.rows)
+        return Grid(0, offset_bytes, heads * self.section.head_bytes, self.row_bytes, rows)
+
+    def firsts(self, first: int, count: int, rows: int = 1) -> BlockIndex:
+        """Block numbers of page 0 in planes ``first``, ``first + 1`` ..., of ``rows`` blocks a page."""
+        return np.arange(first, first + count, dtype=np.int32) * np.int32(self.pages * rows)
+
+    def _count(self, blocks_each: int) -> int:
+        """Blocks of a grid with so many in each page.
+
+        Raises:
+            LayoutError: an int32 cannot number them.
+
+        """
+        count = self.planes * self.pages * blocks_each
+        if count > MAX_BLOCKS:
+            blocks = f"{self.planes} planes x {self.pages} pages x {blocks_each} blocks"
+            message = f"{blocks} must be at most {MAX_BLOCKS}"
+            raise LayoutError(message)
+        return count
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strip:
-    """A grid on each side, and where the pieces of a page are on them.
+    """A grid on each side, and where the planes that travel begin on it.
 
     Attributes:
         source: the grid in our pool.
         destination: the grid in the peer's pool.
-        source_first: int32, for each piece its block number in page 0 of our pool.
-        destination_first: int32, of the same length, the same for the peer's pool.
-        source_step: blocks from a page to the next one in our pool.
-        destination_step: the same for the peer's pool.
+        source_planes: int32, block number of page 0 of each plane in our pool.
+        destination_planes: int32, of the same length, the same for the peer's pool.
+        rows: blocks of each page in a plane.
 
     """
 
     source: Grid
     destination: Grid
-    source_first: BlockIndex
-    destination_first: BlockIndex
-    source_step: int = 1
-    destination_step: int = 1
+    source_planes: BlockIndex
+    destination_planes: BlockIndex
+    rows: int = 1
 
     def parts(
         self, source_pages: BlockIndex, destination_pages: BlockIndex, budget: Budget
     ) -> Iterator[Part]:
-        """Yield all pieces of all pages, each part small enough for a post of its own."""
-        pages = source_pages.size
-        if not pages:
+        """Yield all blocks of all pages, each part small enough for a post of its own."""
+        if not source_pages.size:
             return
+        source_at = _blocks_of(source_pages, self.rows)
+        destination_at = _blocks_of(destination_pages, self.rows)
+        blocks = source_at.size
         most = max(1, min(budget.post_blocks, budget.post_bytes // self.source.block_bytes))
-        # A long row is cut into equal lengths, so that no post is left with a few blocks only.
-        columns = -(-pages // -(-pages // most))
-        rows = max(1, most // columns)
-        source_at, destination_at = source_pages, destination_pages
-        if self.source_step != 1:
-            source_at = source_pages * self.source_step
-        if self.destination_step != 1:
-            destination_at = destination_pages * self.destination_step
-        for row in range(0, self.source_first.size, rows):
-            source_first = self.source_first[row : row + rows]
-            destination_first = self.destination_first[row : row + rows]
-            for column in range(0, pages, columns):
+        # A plane that needs several parts is cut into equal ones, so that no post is left with a few blocks.
+        columns = -(-blocks // -(-blocks // most))
+        planes = max(1, most // columns)
+        for plane in range(0, self.source_planes.size, planes):
+            source_first = self.source_planes[plane : plane + planes]
+            destination_first = self.destination_planes[plane : plane + planes]
+            for column in range(0, blocks, columns):
                 end = column + columns
                 yield Part(
                     self.source,
@@ -165,32 +234,56 @@ def route(source: RankPool, destination: RankPool) -> Route:
     Raises:
         LayoutError: one of the layouts is impossible, they do not fit each other, or a pool has
             more blocks than an int32 can number.
+        PoolError: there is no such rank in its group.
 
     """
-    source.layout.check(source.world_size)
-    destination.layout.check(destination.world_size)
-    problems = mismatches(source.layout, source.world_size, destination.layout, destination.world_size)
+    for pool in (source, destination):
+        pool.layout.check(pool.world_size)
+        if not 0 <= pool.rank < pool.world_size or pool.pages < 1:
+            message = f"rank {pool.rank} of {pool.world_size} with {pool.pages} pages: there is no such pool"
+            raise PoolError(message)
+    problems = mismatches(source.layout, destination.layout)
     if problems:
         raise LayoutError("; ".join(problems))
-    strip = Strip(
-        _page_grid(source), _page_grid(destination), _plane_starts(source), _plane_starts(destination)
+    piece = slice_of(
+        source.layout, source.world_size, source.rank,
+        destination.layout, destination.world_size, destination.rank,
+    )  # fmt: skip
+    strips: tuple[Strip, ...] = ()
+    if piece is not None:
+        ours, theirs = source.sections(), destination.sections()
+        strips = tuple(map(partial(_strip, piece), ours, theirs))
+    return Route(strips, source.pages, destination.pages)
+
+
+def _strip(piece: Slice, ours: Placed, theirs: Placed) -> Strip:
+    """Work out a strip: of whole pages where the leg carries all heads of both ranks, else of cut rows."""
+    planes = ours.section.planes
+    count = piece.layers * planes
+    first, theirs_first = piece.source_layer * planes, piece.destination_layer * planes
+    if piece.heads == ours.heads == theirs.heads:
+        return Strip(
+            ours.page_grid(),
+            theirs.page_grid(),
+            ours.firsts(first, count),
+            theirs.firsts(theirs_first, count),
+        )
+    rows = ours.section.rows
+    return Strip(
+        ours.row_grid(piece.source_head, piece.heads),
+        theirs.row_grid(piece.destination_head, piece.heads),
+        ours.firsts(first, count, rows),
+        theirs.firsts(theirs_first, count, rows),
+        rows,
     )
-    return Route((strip,), source.pages, destination.pages)
 
 
-def _page_grid(pool: RankPool) -> Grid:
-    """Return the grid whose blocks are whole pages, all planes one after the other."""
-    page_bytes = pool.layout.page_bytes(pool.world_size)
-    count = pool.layout.planes * pool.pages
-    if not 1 <= count <= MAX_BLOCKS:
-        message = f"{pool.layout.planes} planes x {pool.pages} pages must be 1 to {MAX_BLOCKS} blocks"
-        raise LayoutError(message)
-    return Grid(0, 0, page_bytes, page_bytes, count)
-
-
-def _plane_starts(pool: RankPool) -> BlockIndex:
-    """Block number of page 0 in each plane of a grid of whole pages."""
-    return np.arange(pool.layout.planes, dtype=np.int32) * np.int32(pool.pages)
+def _blocks_of(pages: BlockIndex, rows: int) -> BlockIndex:
+    """The blocks of pages within a plane, in which each page has ``rows`` of them."""
+    if rows == 1:
+        return pages
+    blocks: BlockIndex = np.add.outer(pages * np.int32(rows), np.arange(rows, dtype=np.int32)).reshape(-1)
+    return blocks
 
 
 def _unpack(packed: bytes, pages: int, side: str) -> BlockIndex:

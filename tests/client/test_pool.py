@@ -130,7 +130,7 @@ def test_an_impossible_number_of_pages(pages: int) -> None:
 def test_an_impossible_layout() -> None:
     with pytest.raises(LayoutError, match="dtype"):
         KVPool.allocate(Layout(1, 1, 1, 1, "complex"), 1)
-    with pytest.raises(LayoutError, match="must divide by world_size 3"):
+    with pytest.raises(LayoutError, match="must divide by the 3 TP ranks"):
         KVPool.allocate(LAYOUT, 1, world_size=3)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.errors import LayoutError
-from coordinator.layout import DTYPE_BYTES, Layout, legs, mismatches
+from coordinator.layout import DTYPE_BYTES, Extra, Layout, mismatches
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -101,10 +101,71 @@ def test_all_mistakes_come_at_once() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
-    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by world_size 3"):
+    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by the 3 TP ranks, or they by it"):
         FINE.check(3)
-    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by world_size 16"):
-        FINE.check(16)
+    with pytest.raises(LayoutError, match=r"kv_heads is 8, must divide by the 12 TP ranks"):
+        FINE.check(12)
+    # More ranks than heads: each head is on two of them.
+    FINE.check(16)
+
+
+LATENT = Layout(layers=4, page_tokens=16, kv_heads=1, head_size=576, dtype="bfloat16", kv="latent")
+
+
+@pytest.mark.parametrize(
+    ("fields", "world_size", "text"),
+    [
+        ({"stages": (2, 1)}, 2, "stages is [2, 1], must be layers of each stage, 4 in all"),
+        ({"stages": (5, -1)}, 2, "stages is [5, -1], must be layers of each stage, 4 in all"),
+        ({"stages": (2, 2)}, 3, "world_size is 3, must divide by the 2 stages"),
+        ({"stages": (2, 2)}, 1, "world_size is 1, must divide by the 2 stages"),
+        ({"kv": "latent"}, 1, "kv_heads is 8, must be 1 when kv is 'latent'"),
+        ({"extras": (Extra("s", 0, "int8"),)}, 1, "extras.s.head_size is 0, must be from 1 to 2**20"),
+        ({"extras": (Extra("s", 1, "int7"),)}, 1, "extras.s.dtype is 'int7', must be one of float32, "),
+        (
+            {"extras": (Extra("s", 1, "int8"), Extra("s", 2, "int8"))}, 1,
+            "extras are s, s: each must have a name of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_naming_field_and_value(
+    fields: dict[str, Any], world_size: int, text: str
+) -> None:
+    with pytest.raises(LayoutError) as caught:
+        changed(**fields).check(world_size)
+    assert str(caught.value).startswith(text)
+
+
+def test_what_each_rank_holds() -> None:
+    """Two stages of unequal length, two ranks in each."""
+    layout = changed(stages=(3, 1), extras=(Extra("k_scale", 1, "float32"),))
+    layout.check(4)
+    assert [layout.share(4, rank)[:4] for rank in range(4)] == [
+        (0, 3, 0, 4),
+        (0, 3, 4, 4),
+        (3, 1, 0, 4),
+        (3, 1, 4, 4),
+    ]
+    a_layer = 16 * 4 * (2 * 128 * 2 + 4)
+    assert [layout.pool_bytes(10, 4, rank) for rank in range(4)] == [
+        10 * layers * a_layer for layers in (3, 3, 1, 1)
+    ]
+
+
+@pytest.mark.parametrize(("kv_heads", "world_size"), [(4, 8), (1, 4), (8, 8)])
+def test_more_ranks_than_heads_hold_copies(kv_heads: int, world_size: int) -> None:
+    layout = changed(kv_heads=kv_heads)
+    layout.check(world_size)
+    copies = world_size // kv_heads
+    assert [layout.share(world_size, rank)[2:] for rank in range(world_size)] == [
+        (rank // copies, 1, rank % copies, copies) for rank in range(world_size)
+    ]
+
+
+def test_a_latent_is_one_plane_of_a_layer_and_whole_on_every_rank() -> None:
+    LATENT.check(8)
+    assert LATENT.planes == 4
+    assert {LATENT.page_bytes(world_size) for world_size in (1, 2, 8)} == {16 * 576 * 2}
 
 
 CHANGES: dict[str, Any] = {
@@ -114,6 +175,7 @@ CHANGES: dict[str, Any] = {
     "head_size": 64,
     "dtype": "float16",
     "kv": "together",
+    "extras": (Extra("k_scale", 1, "float32"), Extra("v_scale", 1, "float32")),
 }
 
 
@@ -122,40 +184,27 @@ def changed(**fields: Any) -> Layout:  # noqa: ANN401 - the fields are of severa
 
 
 def test_layouts_that_fit_have_no_mismatch() -> None:
-    assert mismatches(FINE, 2, changed(), 2) == []
+    assert mismatches(FINE, changed()) == []
+
+
+def test_pipelines_may_differ() -> None:
+    assert mismatches(FINE, changed(stages=(2, 2))) == []
 
 
 def test_every_field_is_compared() -> None:
-    assert tuple(CHANGES) == Layout.__struct_fields__
+    assert {*CHANGES, "stages"} == set(Layout.__struct_fields__)
 
 
-@given(st.sets(st.sampled_from(list(CHANGES))), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_mismatches_are_named_all_at_once_with_both_values(
-    fields: set[str], prefill_world: int, decode_world: int
-) -> None:
+TOLD = {"extras": "k_scale (1 x float32), v_scale (1 x float32)"}
+
+
+@given(st.sets(st.sampled_from(list(CHANGES))))
+def test_mismatches_are_named_all_at_once_with_both_values(fields: set[str]) -> None:
     """Case C47: the text names the field and both values."""
     other = changed(**{field: CHANGES[field] for field in fields})
-    expected = [
-        f"{field}: prefill has {getattr(FINE, field)!r}, decode has {CHANGES[field]!r}"
+    assert mismatches(FINE, other) == [
+        f"{field}: prefill has {'none' if field == 'extras' else repr(getattr(FINE, field))}, "
+        f"decode has {TOLD.get(field) or repr(CHANGES[field])}"
         for field in Layout.__struct_fields__
         if field in fields
     ]
-    found = mismatches(FINE, prefill_world, other, decode_world)
-    assert found[: len(expected)] == expected
-    rest = found[len(expected) :]
-    if prefill_world == decode_world:
-        assert rest == []
-    else:
-        assert len(rest) == 1
-        assert f"world_size: prefill has {prefill_world}, decode has {decode_world}" in rest[0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_equal_groups_pair_rank_by_rank(world_size: int) -> None:
-    pairs = legs(world_size, world_size)
-    assert list(pairs) == [(rank, rank) for rank in range(world_size)]
-
-
-def test_unequal_groups_cannot_be_paired() -> None:
-    with pytest.raises(LayoutError, match="prefill has 4 ranks, decode has 1"):
-        legs(4, 1)

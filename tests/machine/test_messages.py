@@ -144,6 +144,12 @@ def test_tags_are_told_apart() -> None:
 
 # --- bounds ----------------------------------------------------------------------------------
 
+
+def layout_of(*more: object) -> list[Any]:
+    """A hello with further fields in its layout."""
+    return changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", *more])
+
+
 TOO_MUCH: Final[list[tuple[str, Sequence[Any], str]]] = [
     ("a rank below 0", changed(HELLO, rank=-1), ">= 0"),
     ("a rank number of its own", changed(HELLO, rank=MAX_WORLD), f"<= {MAX_WORLD - 1}"),
@@ -166,7 +172,18 @@ TOO_MUCH: Final[list[tuple[str, Sequence[Any], str]]] = [
     ("a pool without pages", changed(HELLO, pool=["", 0, 0]), ">= 1"),
     ("pages that no int32 can name", changed(HELLO, pool=["", 0, 2**31]), "<= 2147483647"),
     ("a long path", changed(HELLO, pool=["/" * 256, 0, 1]), "<= 255"),
-    ("a field too many in a layout", changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", 1]), "at most"),
+    (
+        "a field too many in a layout",
+        changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", [], [], 1]),
+        "at most",
+    ),
+    ("too many stages", layout_of([1] * 65), "<= 64"),
+    ("too many extras", layout_of([], [["s", 1, "int8"]] * 9), "<= 8"),
+    (
+        "an extra named in lines",
+        changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", [], [["a\n", 1, "int8"]]]),
+        "regex",
+    ),
     ("a data type that is a novel", changed(HELLO, layout=[4, 16, 8, 128, "i" * 33]), "<= 32"),
     ("K and V elsewhere", changed(HELLO, layout=[4, 16, 8, 128, "int8", "far"]), "far"),
     ("a field too few", plain(HELLO)[:9], "at least length"),

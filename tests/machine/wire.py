@@ -49,6 +49,8 @@ def _values(info: inspect.Type) -> SearchStrategy[Any]:  # noqa: C901, PLR0911, 
             )
         case inspect.ListType():
             return st.lists(_values(info.item_type), max_size=_length(info.max_length))
+        case inspect.VarTupleType():
+            return st.lists(_values(info.item_type), max_size=_length(info.max_length)).map(tuple)
         case inspect.LiteralType():
             return st.sampled_from(info.values)
         case inspect.EnumType():

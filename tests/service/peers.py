@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import zmq
 
 from coordinator.channel import Channel
-from coordinator.layout import DTYPE_BYTES, Layout
+from coordinator.errors import LayoutError
+from coordinator.layout import Layout
 from coordinator.messages import (
     VERSION,
     Broadcast,
@@ -90,8 +91,11 @@ def hello_of(role: Role, group: str, rank: int, world_size: int, **changes: obje
     """What a rank says of itself, some of it changed."""
     layout = changes.get("layout", LAYOUT)
     assert isinstance(layout, Layout)
-    possible = layout.dtype in DTYPE_BYTES and layout.kv_heads % world_size == 0
-    size_bytes = layout.pool_bytes(PAGES, world_size) if possible else 0
+    try:
+        layout.check(world_size)
+        size_bytes = layout.pool_bytes(PAGES, world_size, rank)
+    except (LayoutError, IndexError):  # on purpose: what such a rank says is to be refused
+        size_bytes = 0
     fields: dict[str, object] = {
         "version": VERSION,
         "role": role,

@@ -168,7 +168,7 @@ REFUSALS = {
     ),
     "heads": (
         {"layout": Layout(2, 16, 7, 8, "float16")},
-        "layout: kv_heads is 7, must divide by world_size 2",
+        "layout: kv_heads is 7, must divide by the 2 TP ranks, or they by it",
     ),
     "dtype": (
         {"layout": Layout(2, 16, 8, 8, "float17")},
@@ -179,8 +179,8 @@ REFUSALS = {
         f"pool: 64 pages of this layout are {LAYOUT.pool_bytes(PAGES, 2)} bytes, not 4096",
     ),
     "layout": (
-        {"layout": Layout(3, 16, 8, 8, "float16")},
-        f"group d is registered otherwise: layout {LAYOUT} != {Layout(3, 16, 8, 8, 'float16')}",
+        {"layout": Layout(3, 16, 8, 4, "float16")},
+        "group d is registered otherwise: layout.layers 2 != 3, layout.head_size 8 != 4",
     ),
 }
 
@@ -218,14 +218,32 @@ async def test_a_group_that_fits_no_other_side_is_refused_naming_field_and_value
             "does not fit p: page_tokens: prefill has 16, decode has 32; "
             "dtype: prefill has 'float16', decode has 'bfloat16'"
         )
-        unequal = RankPeer(stage, Role.DECODE, "d", 0, 2)
-        await unequal.join()
-        assert "world_size: prefill has 1, decode has 2" in unequal.refusals[0].message
         # With another prefill group that it fits, it is welcome.
-        await stage.group(Role.PREFILL, "p2", 2)
-        again = RankPeer(stage, Role.DECODE, "d", 0, 2)
+        await stage.group(Role.PREFILL, "p2", 1, layout=other.hello.layout)
+        again = RankPeer(stage, Role.DECODE, "d", 0, 1, layout=other.hello.layout)
         await again.join()
         assert again.welcomed
+
+
+async def test_a_prefill_group_that_fits_no_decode_group_is_refused_in_the_same_way() -> None:
+    """Case C47, from the other side."""
+    async with Stage() as stage:
+        await stage.group(Role.DECODE, "d", 1)
+        other = RankPeer(stage, Role.PREFILL, "p", 0, 1, layout=Layout(3, 16, 8, 4, "float16", "together"))
+        await other.join()
+        assert other.refusals[0].message == (
+            "does not fit d: layers: prefill has 3, decode has 2; head_size: prefill has 4, decode has 8; "
+            "kv: prefill has 'together', decode has 'apart'"
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+async def test_engines_of_other_sizes_are_welcome(world_size: int) -> None:
+    async with Stage() as stage:
+        await stage.group(Role.PREFILL, "p", 2)
+        rank = RankPeer(stage, Role.DECODE, "d", 0, world_size)
+        await rank.join()
+        assert rank.welcomed
 
 
 async def test_past_the_limit_of_groups_one_may_try_again() -> None:

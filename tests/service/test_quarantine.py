@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.service.peers import LAYOUT
 from tests.service.stage import VirtualStage, config, virtual_time
 from tests.support.logs import capture
 
@@ -12,7 +13,7 @@ async def test_past_the_budget_there_is_trouble_until_the_pages_are_quiet() -> N
     async with VirtualStage(settings) as stage:
         prefill, decode, (worker,) = await stage.pair(auto=False)
         worker.connect_all()
-        page_bytes = stage.member(prefill[0]).group.page_bytes
+        page_bytes = LAYOUT.pool_bytes(1, 1)
         quarantine = stage.service.quarantine
         with capture() as log:
             for room in (1, 2, 3):

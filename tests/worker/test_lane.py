@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from backends.base import PeerDisconnectedError, TransferError
@@ -361,10 +362,11 @@ def test_layouts_that_do_not_fit_fail_the_connect(
     """Case C47, at the last door."""
     sender = make_sender(backend=backend)
     command = receiver.connect()
-    sender.obey(type(command)(command.peer, command.endpoint, LAYOUT, 2, 0, command.pages))
+    other = msgspec.structs.replace(LAYOUT, page_tokens=16)
+    sender.obey(type(command)(command.peer, command.endpoint, other, 1, 0, command.pages))
 
     (failed,) = sender.reports.wait(ConnectFailed)
-    assert "kv_heads is 1, must divide by world_size 2" in failed.message
+    assert "page_tokens: prefill has 8, decode has 16" in failed.message
     assert backend.links == []
 
 

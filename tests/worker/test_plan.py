@@ -154,15 +154,15 @@ def test_strips_share_a_post_while_there_is_room() -> None:
     assert [[part.source.region for part in post] for post in apart] == [[0], [1]]
 
 
-def test_pieces_smaller_than_a_page_follow_the_step() -> None:
-    """A strip of half pages: block 1 of each page of ours is block 0 of each page of theirs."""
-    ours, theirs = Grid(0, 0, 8, 8, 20), Grid(0, 4, 8, 16, 10)
-    strip = Strip(ours, theirs, np.array([1], np.int32), np.array([0], np.int32), source_step=2)
+def test_blocks_smaller_than_a_page_are_taken_page_by_page() -> None:
+    """Two rows a page: on our side a row is whole, on theirs it is every second half of one."""
+    ours, theirs = Grid(0, 0, 8, 8, 20), Grid(0, 8, 8, 16, 20)
+    strip = Strip(ours, theirs, np.array([0, 10], np.int32), np.array([10, 0], np.int32), rows=2)
 
-    (part,) = strip.parts(np.array([0, 3], np.int32), np.array([5, 9], np.int32), ROOMY)
+    (part,) = strip.parts(np.array([0, 3], np.int32), np.array([4, 1], np.int32), ROOMY)
 
-    assert part.source_blocks.tolist() == [1, 7]
-    assert part.destination_blocks.tolist() == [5, 9]
+    assert part.source_blocks.tolist() == [0, 1, 6, 7, 10, 11, 16, 17]
+    assert part.destination_blocks.tolist() == [18, 19, 12, 13, 8, 9, 2, 3]
 
 
 def test_a_move_without_pages_has_no_posts() -> None:
@@ -203,6 +203,25 @@ def test_an_impossible_layout_is_refused() -> None:
 def test_a_pool_of_more_blocks_than_an_int32_can_number_is_refused() -> None:
     with pytest.raises(LayoutError, match="planes x 1073741824 pages"):
         route(replace(SOURCE, pages=2**30), DESTINATION)
+    # Where heads differ a page has a block for each row of it: four here.
+    two = replace_layout(kv_heads=2)
+    with pytest.raises(LayoutError, match="planes x 268435456 pages x 4 blocks"):
+        route(RankPool(two, 2, 0, 2**28), RankPool(two, 1, 0, 2**28))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "pages"), [(1, 1, 4), (2, -1, 4), (0, 0, 4), (-1, 0, 4), (1, 0, 0)]
+)
+def test_a_pool_that_cannot_be_is_refused(world_size: int, rank: int, pages: int) -> None:
+    with pytest.raises(PoolError, match="there is no such pool"):
+        route(SOURCE, RankPool(LAYOUT, world_size, rank, pages))
+
+
+def test_ranks_that_share_nothing_move_nothing() -> None:
+    """A copy that nobody needs: one latent on four ranks of prefill, for one of decode."""
+    latent = Layout(2, 4, 1, 8, "bfloat16", "latent")
+    ways = [route(RankPool(latent, 4, rank, 8), RankPool(latent, 1, 0, 8)) for rank in range(4)]
+    assert [len(list(way.posts(packed([1]), packed([2]), ROOMY))) for way in ways] == [1, 0, 0, 0]
 
 
 def replace_layout(**changes: int) -> Layout:

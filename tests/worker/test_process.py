@@ -343,7 +343,11 @@ def test_a_refused_worker_ends(start: Start) -> None:
         ({"options": {"falts": 1}}, ExitCode.BACKEND, "falts"),
         ({"pool": Pool("/etc/passwd", 1, PAGES)}, ExitCode.POOL, "'/etc/passwd' is not a pool"),
         ({"pool": Pool(new_pool_path(), 4096, PAGES)}, ExitCode.POOL, "must share one /dev/shm"),
-        ({"world_size": 3}, ExitCode.POOL, "kv_heads is 1, must divide by world_size 3"),
+        (
+            {"layout": msgspec.structs.replace(LAYOUT, kv_heads=2), "world_size": 3},
+            ExitCode.POOL,
+            "kv_heads is 2, must divide by the 3 TP ranks",
+        ),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_and_how(
