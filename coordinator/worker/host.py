@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from backends.base import Backend, Region
     from coordinator.messages import Command, Report
-    from coordinator.worker.plan import RankPool
+    from coordinator.worker.places import RankPool
     from coordinator.worker.settings import Budget
 
 _log = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class WorkerHost:
 
         """
         ours = self._ours
-        ours.layout.check(ours.world_size)
-        needed = ours.layout.pool_bytes(ours.pages, ours.world_size, ours.rank)
+        ours.check()
+        needed = ours.region_bytes()
         if region.size_bytes != needed:
             message = f"the pool has {region.size_bytes} bytes, {ours.pages} pages need {needed}"
             raise PoolError(message)

@@ -41,7 +41,8 @@ from coordinator.messages import (
     Revoke,
 )
 from coordinator.worker.jobs import JobQueue
-from coordinator.worker.plan import RankPool, Route, route
+from coordinator.worker.places import RankPool
+from coordinator.worker.plan import Route, route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -2,10 +2,10 @@
 
 Theory of operation
     A ``Route`` is worked out once for a pair of ranks, from their layouts. It is one ``Strip`` for each
-    section of a pool. A strip is a grid of blocks on each side, and where the planes that travel begin on
-    it. Where both ranks hold the same heads, a block is a whole page. Where they do not, it is the common
-    heads of one row of a page, and the blocks are more, nothing else. Layers that are not common do not
-    occur.
+    section of a pool, or more where a pool has several regions. A strip is a grid of blocks on each
+    side, and where the planes that travel begin on it. Where both ranks hold the same heads, a block is
+    a whole page. Where they do not, it is the common heads of one row of a page, and the blocks are more,
+    nothing else. Layers that are not common do not occur.
 
     A move is one outer sum, planes by the blocks of its pages, on each side. It is made in rectangles,
     each of which fits into one post; no Python loop runs over pages. Planes are the outer axis, because
@@ -15,12 +15,12 @@ Theory of operation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from backends.base import Grid, Part
+from backends.base import Part
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import mismatches
 from coordinator.messages import PAGE_BYTES
@@ -29,105 +29,13 @@ from coordinator.slices import slice_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from backends.base import BlockIndex
-    from coordinator.layout import Layout, Section
+    from backends.base import BlockIndex, Grid
     from coordinator.slices import Slice
+    from coordinator.worker.places import Placed, RankPool
     from coordinator.worker.settings import Budget
-
-#: Block numbers are int32.
-MAX_BLOCKS: Final = 2**31 - 1
 
 _PAGE: Final = np.dtype("<i4")
 _PAGE_UNSIGNED: Final = np.dtype("<u4")
-
-
-@dataclass(frozen=True, slots=True)
-class RankPool:
-    """The geometry of one rank's pool.
-
-    Attributes:
-        layout: of its engine, over all ranks.
-        world_size: ranks in its group.
-        rank: its number there.
-        pages: pages in the pool.
-
-    """
-
-    layout: Layout
-    world_size: int
-    rank: int
-    pages: int
-
-    def sections(self) -> tuple[Placed, ...]:
-        """The sections of the pool, in order; the layout must have passed ``check``."""
-        share = self.layout.share(self.world_size, self.rank)
-        placed: list[Placed] = []
-        offset_bytes = 0
-        for section in self.layout.sections:
-            placed.append(
-                Placed(section, offset_bytes, share.layers * section.planes, self.pages, share.heads)
-            )
-            offset_bytes += placed[-1].size_bytes
-        return tuple(placed)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A section of one rank's pool.
-
-    Attributes:
-        section: what it has in common with that of every rank.
-        offset_bytes: where it starts in the region.
-        planes: in it.
-        pages: in each plane.
-        heads: that the rank holds.
-
-    """
-
-    section: Section
-    offset_bytes: int
-    planes: int
-    pages: int
-    heads: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Length of a row: all heads of the rank."""
-        return self.heads * self.section.head_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the section."""
-        return self.planes * self.pages * self.section.rows * self.row_bytes
-
-    def page_grid(self) -> Grid:
-        """Return the grid whose blocks are whole pages, all planes one after the other."""
-        page_bytes = self.section.rows * self.row_bytes
-        return Grid(0, self.offset_bytes, page_bytes, page_bytes, self._count(1))
-
-    def row_grid(self, first_head: int, heads: int) -> Grid:
-        """Return the grid whose blocks are some heads of each row."""
-        offset_bytes = self.offset_bytes + first_head * self.section.head_bytes
-        rows = self._count(self.section.rows)
-        return Grid(0, offset_bytes, heads * self.section.head_bytes, self.row_bytes, rows)
-
-    def firsts(self, first: int, count: int, rows: int = 1) -> BlockIndex:
-        """Block numbers of page 0 in planes ``first``, ``first + 1`` ..., of ``rows`` blocks a page."""
-        return np.arange(first, first + count, dtype=np.int32) * np.int32(self.pages * rows)
-
-    def _count(self, blocks_each: int) -> int:
-        """Blocks of a grid with so many in each page.
-
-        Raises:
-            LayoutError: an int32 cannot number them.
-
-        """
-        count = self.planes * self.pages * blocks_each
-        if count > MAX_BLOCKS:
-            blocks = f"{self.planes} planes x {self.pages} pages x {blocks_each} blocks"
-            message = f"{blocks} must be at most {MAX_BLOCKS}"
-            raise LayoutError(message)
-        return count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,11 +145,8 @@ def route(source: RankPool, destination: RankPool) -> Route:
         PoolError: there is no such rank in its group.
 
     """
-    for pool in (source, destination):
-        pool.layout.check(pool.world_size)
-        if not 0 <= pool.rank < pool.world_size or pool.pages < 1:
-            message = f"rank {pool.rank} of {pool.world_size} with {pool.pages} pages: there is no such pool"
-            raise PoolError(message)
+    source.check()
+    destination.check()
     problems = mismatches(source.layout, destination.layout)
     if problems:
         raise LayoutError("; ".join(problems))
@@ -252,30 +157,36 @@ def route(source: RankPool, destination: RankPool) -> Route:
     strips: tuple[Strip, ...] = ()
     if piece is not None:
         ours, theirs = source.sections(), destination.sections()
-        strips = tuple(map(partial(_strip, piece), ours, theirs))
+        strips = tuple(strip for pair in zip(ours, theirs, strict=True) for strip in _strips(piece, *pair))
     return Route(strips, source.pages, destination.pages)
 
 
-def _strip(piece: Slice, ours: Placed, theirs: Placed) -> Strip:
-    """Work out a strip: of whole pages where the leg carries all heads of both ranks, else of cut rows."""
+def _strips(piece: Slice, ours: Placed, theirs: Placed) -> Iterator[Strip]:
+    """Yield the strips of a section: one, or as many as there are pieces between the ends of regions."""
     planes = ours.section.planes
-    count = piece.layers * planes
-    first, theirs_first = piece.source_layer * planes, piece.destination_layer * planes
-    if piece.heads == ours.heads == theirs.heads:
-        return Strip(
-            ours.page_grid(),
-            theirs.page_grid(),
-            ours.firsts(first, count),
-            theirs.firsts(theirs_first, count),
+    first, there, count = piece.source_layer * planes, piece.destination_layer * planes, piece.layers * planes
+    whole = piece.heads == ours.heads == theirs.heads
+    rows = 1 if whole else ours.section.rows
+    cuts = [
+        plane for plane in range(count)
+        if not plane or not (first + plane) % ours.planes or not (there + plane) % theirs.planes
+    ]  # fmt: skip
+    for start, end in pairwise([*cuts, count]):
+        region, other = (first + start) // ours.planes, (there + start) // theirs.planes
+        if whole:
+            grids = ours.page_grid(region), theirs.page_grid(other)
+        else:
+            # What is common to both is less than a row on one of them.
+            grids = (
+                ours.row_grid(region, piece.source_head, piece.heads),
+                theirs.row_grid(other, piece.destination_head, piece.heads),
+            )
+        yield Strip(
+            *grids,
+            ours.firsts(first + start, end - start, rows),
+            theirs.firsts(there + start, end - start, rows),
+            rows,
         )
-    rows = ours.section.rows
-    return Strip(
-        ours.row_grid(piece.source_head, piece.heads),
-        theirs.row_grid(piece.destination_head, piece.heads),
-        ours.firsts(first, count, rows),
-        theirs.firsts(theirs_first, count, rows),
-        rows,
-    )
 
 
 def _blocks_of(pages: BlockIndex, rows: int) -> BlockIndex:

@@ -33,7 +33,7 @@ from coordinator.messages import Commands, Refused, Reports, Stop, WorkerHello
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.memory import MappedPool
 from coordinator.worker.outbox import Outbox
-from coordinator.worker.plan import RankPool
+from coordinator.worker.places import RankPool
 from coordinator.worker.settings import MAX_SETTINGS_BYTES, ExitCode, decode_settings
 
 if TYPE_CHECKING:

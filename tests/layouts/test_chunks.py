@@ -14,7 +14,8 @@ from coordinator.events import Moved, Offered, Paired, Pairing, Sent, StartMove,
 from coordinator.layout import Extra, Layout
 from coordinator.machine import HandoffMachine
 from coordinator.slices import legs
-from coordinator.worker.plan import RankPool, route
+from coordinator.worker.places import RankPool
+from coordinator.worker.plan import route
 from coordinator.worker.settings import Budget
 from tests.layouts.reference import Engine
 

@@ -11,7 +11,8 @@ import pytest
 
 from coordinator.layout import Extra, Layout
 from coordinator.slices import legs, page_bytes, slice_of
-from coordinator.worker.plan import RankPool, route
+from coordinator.worker.places import RankPool
+from coordinator.worker.plan import route
 from coordinator.worker.settings import Budget
 from tests.layouts.reference import Engine
 

@@ -16,7 +16,7 @@ from coordinator.layout import Layout
 from coordinator.messages import Connected, ConnectPeer, Move
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.memory import MappedPool
-from coordinator.worker.plan import RankPool
+from coordinator.worker.places import RankPool
 from coordinator.worker.settings import Budget, new_pool_path
 
 if TYPE_CHECKING:

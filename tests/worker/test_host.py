@@ -22,7 +22,7 @@ from coordinator.messages import (
     Revoke,
 )
 from coordinator.worker.host import WorkerHost
-from coordinator.worker.plan import RankPool
+from coordinator.worker.places import RankPool
 from coordinator.worker.settings import Budget
 from tests.worker.hand import HandBackend
 from tests.worker.support import LAYOUT, PAGES, eventually, move, threads_end, threads_of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from backends.base import Grid
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import Layout
-from coordinator.worker.plan import RankPool, Route, Strip, route
+from coordinator.worker.places import RankPool
+from coordinator.worker.plan import Route, Strip, route
 from coordinator.worker.settings import Budget
 
 if TYPE_CHECKING:
