@@ -142,15 +142,26 @@ class Status(Enum):
 
 
 class Transfer(ABC):
-    """One posted write. Poll it until it is terminal and settled; never drop it before."""
+    """One posted write. Poll it until it is terminal and settled; never drop it before.
 
-    __slots__ = ("error", "settled", "status")
+    Attributes:
+        status: where it stands, as of the last poll.
+        settled: whether the source is quiet.
+        error: why it failed.
+        progress: grows whenever a part of it has arrived. Whoever polls asks more often while it
+            grows, and does not take the transfer for one that stands still. An engine that cannot tell
+            leaves it at 0.
+
+    """
+
+    __slots__ = ("error", "progress", "settled", "status")
 
     def __init__(self) -> None:
         """A transfer starts moving, unsettled."""
         self.status = Status.MOVING
         self.settled = False
         self.error: BackendError | None = None
+        self.progress = 0
 
     @abstractmethod
     def poll(self) -> Status:

@@ -133,6 +133,7 @@ class LoopbackTransfer(Transfer):
             if step:
                 self._link.copy(part, slice(self._blocks_done, self._blocks_done + step))
                 self._moved_bytes += step * block_bytes
+                self.progress = self._moved_bytes
                 self._blocks_done += step
             if step == left:
                 self._part, self._blocks_done = self._part + 1, 0

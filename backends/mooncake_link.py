@@ -1,8 +1,8 @@
 """A mooncake link: the writes towards one peer.
 
 A write is cut into pieces, each a contiguous run. The engine has at most ``LANES`` of them at a time,
-of the link's transfers in their order; the link gives it the next when one has ended. Whoever polls
-any transfer of the link does that for all of them.
+of the link's transfers in turn; the link gives it the next when one has ended. Whoever polls any
+transfer of the link does that for all of them.
 
 When a piece fails, the engine does not say why. So the link asks the peer (see
 ``backends.mooncake_presence``). An answer means that the write alone failed; none, or the news that
@@ -203,7 +203,9 @@ class MooncakeLink(Link):
                 continue
             ended.append(number)
             transfer.in_engine -= 1
-            if not done:
+            if done:
+                transfer.progress += 1
+            else:
                 self._break(transfer)
         for number in ended:
             # The engine must never be asked after it again.
@@ -227,6 +229,8 @@ class MooncakeLink(Link):
                 return
             self._pieces[number] = transfer
             transfer.in_engine += 1
+            # In turn, so that none of them stands still.
+            self._queue.rotate(-1)
 
     def _settle(self) -> None:
         """End the transfers of which nothing is left and nothing is in doubt."""

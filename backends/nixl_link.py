@@ -282,6 +282,7 @@ class NixlLink(Link):
             for request in transfer.requests:
                 if call(request):
                     self._agent.release([request])
+                    transfer.progress += 1
                 else:
                     moving.append(request)
         except PeerDisconnectedError as error:

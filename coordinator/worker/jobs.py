@@ -40,7 +40,7 @@ class Job:
         moving: how many of its posts have not settled.
         posted_bytes: bytes in all its posts so far; 0 when nothing was posted.
         started_s: monotonic time at which the lane began with it.
-        got_on: one of its posts was done since progress was last told.
+        got_on: one of its posts, or a part of one, was done since progress was last told.
 
     """
 

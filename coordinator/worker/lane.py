@@ -10,8 +10,8 @@ Theory of operation
     budget bounds what the engine has at a time, because it serves what it has in its own order.
 
     Between two turns in which nothing is to be posted, the thread sleeps for a small share of the time
-    in which nothing has happened: polling adds at most that share to any wait, and costs little
-    while nothing moves. A command wakes it at once.
+    in which nothing has happened, not even a part of a post arrived: polling adds at most that share to
+    any wait, and costs little while nothing moves. A command wakes it at once.
 
 What is reported when
     A move ends with one ``MoveDone`` or ``MoveFailed``. One that failed is quiet once each of its
@@ -325,6 +325,10 @@ class Lane:
         transfer, job = post.transfer, post.job
         status = transfer.poll()
         settled = transfer.settled
+        if transfer.progress != post.progress:
+            post.progress = transfer.progress
+            self._stirred_s = time.monotonic()
+            self._got_on = job.got_on = True
         if settled or status is Status.FAILED:
             # A failure may take long to settle; its share of the budget is free for others.
             self._in_flight_bytes -= post.size_bytes
@@ -382,12 +386,16 @@ class Lane:
 
 
 class _Post:
-    """One transfer of a job, until it is settled; ``size_bytes`` is its share of the budget."""
+    """One transfer of a job, until it is settled; ``size_bytes`` is its share of the budget.
 
-    __slots__ = ("job", "size_bytes", "transfer")
+    ``progress`` is what the transfer had made when it was last asked.
+    """
+
+    __slots__ = ("job", "progress", "size_bytes", "transfer")
 
     def __init__(self, job: Job, transfer: Transfer, size_bytes: int) -> None:
         """Remember whose transfer it is."""
         self.job = job
         self.transfer = transfer
+        self.progress = 0
         self.size_bytes = size_bytes

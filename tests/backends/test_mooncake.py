@@ -254,6 +254,22 @@ def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
     assert len(watched.sizes_bytes) == 4 * 256 + 1
 
 
+def test_the_pieces_of_several_writes_take_turns_and_each_is_told(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """A write behind a large one must not look as if it stood still."""
+    link = make_sender(make_memory(2 * MIB, seed=1)).connect("peer", peer.endpoint)
+    grid = plain_grid(2 * MIB)
+    evens = np.arange(grid.count, dtype=np.int32)[::2]
+    large, small = (link.write([Part(grid, blocks, grid, blocks)]) for blocks in (evens, evens[:8]))
+    until_done(small)
+    assert small.progress == 8
+    assert large.status is Status.MOVING
+    assert 0 < large.progress < evens.size
+    until_done(large)
+    assert large.progress == evens.size
+
+
 def test_runs_are_merged_and_long_ones_cut(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, watched: Watched
 ) -> None:

@@ -31,19 +31,24 @@ MOST_MOVING = 3
 
 
 class HandTransfer(Transfer):
-    """Moves until ``end`` is called; counts how often it was asked."""
+    """Moves until ``end`` is called; counts how often it was asked.
 
-    __slots__ = ("_verdict", "polls", "size_bytes")
+    While it ``gets_on``, a part has arrived each time that it is asked.
+    """
+
+    __slots__ = ("_verdict", "gets_on", "polls", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
         self.size_bytes = size_bytes
         self.polls = 0
+        self.gets_on = False
         self._verdict: tuple[BackendError | None, bool] | None = None
 
     def poll(self) -> Status:
         """Take the test's verdict, when there is one."""
         self.polls += 1
+        self.progress += self.gets_on
         if self._verdict is not None:
             self.error, self.settled = self._verdict
             self.status = Status.FAILED if self.error else Status.DONE

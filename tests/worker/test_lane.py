@@ -22,7 +22,7 @@ from coordinator.messages import (
 )
 from coordinator.worker import lane as lane_module
 from coordinator.worker.settings import Budget
-from tests.worker.hand import MOST_MOVING, HandBackend, HandLink
+from tests.worker.hand import MOST_MOVING, HandBackend, HandLink, HandTransfer
 from tests.worker.support import (
     LAYOUT,
     PAGE_BYTES,
@@ -534,6 +534,46 @@ def test_progress_names_what_got_on_and_what_waits_but_not_what_stands_still(
     # 1 and 2 stand still; 4 has taken the place that became free; 5 waits, and 3 for its next turn.
     (progress,) = bench.sender.reports.wait(Progress)
     assert {3, 5} <= set(progress.moves) <= {3, 4, 5}
+
+
+def test_a_move_of_which_a_part_has_arrived_got_on(
+    make_sender: MakeSender,
+    backend: HandBackend,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A single post of a slow engine may take longer than a handoff may stand still."""
+    monkeypatch.setattr(lane_module, "PROGRESS_S", 0.0)
+    bench = Bench(make_sender(backend=backend, budget=TWO_BLOCKS), backend, receiver)
+    bench.move(1, pages=1)
+    bench.move(2, pages=1)
+    _, second = bench.link.wait_for_writes(2)
+
+    second.gets_on = True
+
+    (progress,) = bench.sender.reports.wait(Progress)
+    assert progress.moves == [2]
+
+
+def test_a_transfer_that_gets_on_is_asked_as_often_as_at_its_begin(bench: Bench) -> None:
+    """An engine may need every poll to go on, as that of Mooncake does, which gets few pieces at a time."""
+    bench.move(1, pages=1)
+    (write,) = bench.link.wait_for_writes(1)
+    assert eventually(lambda: _rests(write))
+
+    asked, write.gets_on = write.polls, True
+
+    # At the pace before there would be 50 for each e-fold of time: less than 200, however patient one is.
+    assert eventually(lambda: write.polls > asked + 400)
+    write.end()
+    bench.sender.reports.wait(MoveDone)
+
+
+def _rests(write: HandTransfer) -> bool:
+    """Whether the lane has come to ask it only now and then."""
+    asked = write.polls
+    time.sleep(0.03)  # the time that passes is what this is about
+    return write.polls - asked <= 1
 
 
 def test_progress_is_told_now_and_then_only(bench: Bench) -> None:

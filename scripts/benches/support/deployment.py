@@ -136,6 +136,7 @@ class Deployment:
         tables: Tables,
         *,
         backend: str = "loopback",
+        options: Mapping[str, object] | None = None,
         import_from: Path | None = None,
     ) -> None:
         """Start the coordinator.
@@ -144,6 +145,7 @@ class Deployment:
             bench: the module whose ``engine`` the ranks run.
             tables: settings of the coordinator.
             backend: what moves the pages.
+            options: the backend's own settings, on both sides.
             import_from: a directory that all processes find modules in, beside those of this one.
 
         Raises:
@@ -152,6 +154,7 @@ class Deployment:
         """
         self._bench = bench
         self._backend = backend
+        self._options = dict(options or {})
         self._started: list[RankHandle] = []
         self._prefill_ranks = 0
         self._awaited: dict[tuple[str, int], RankHandle] = {}
@@ -167,6 +170,8 @@ class Deployment:
                 "backend": {"name": backend},
                 "shutdown": {"grace_s": 0.0},
             }
+            if options:
+                defaults[f"backend.options.{backend}"] = options
             self.coordinator = CoordinatorProcess(self.directory, {**defaults, **tables}, self._environment)
             self._cleanup.callback(self.coordinator.end)
             self.coordinator.start()
@@ -195,6 +200,7 @@ class Deployment:
                 control=self.coordinator.control,
                 driver=f"{self.directory}/driver",
                 backend=self._backend,
+                options=self._options,
                 layout=layout or tiny_layout(world_size),
                 pages=pages,
             )

@@ -1,8 +1,9 @@
 """The process of one rank in a bench: ``python -m``, with its parent's pid and its settings.
 
 It joins the coordinator and then runs ``engine(rank, driver)`` of the bench's module: what the rank
-does there, told by and telling the driver over ``driver``. It ends when that returns, when the driver
-hangs up, or when the driver has ended.
+does there, told by and telling the driver over ``driver``. A bench that touches the pages has
+``pool_engine(rank, pool, driver)`` instead. The process ends when that returns, when the driver hangs
+up, or when the driver has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from coordinator.client import ClientSettings, DecodeRank, Endpoint, Layout, PrefillRank
+from coordinator.client import ClientSettings, DecodeRank, Endpoint, KVPool, Layout, PrefillRank
 from coordinator.messages import Role
 from coordinator.sim import leash
 from scripts.benches.support.pool import lean_pool
@@ -37,6 +38,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         control: address of the coordinator.
         driver: path of the driver's socket.
         backend: name of the transfer backend.
+        options: of the backend, for a decode rank.
         layout: of its pool.
         pages: in its pool.
 
@@ -52,6 +54,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str
     layout: Layout
     pages: int
+    options: dict[str, object] = {}
 
 
 def main() -> None:
@@ -60,15 +63,19 @@ def main() -> None:
     parent, text = sys.argv[1:]
     leash.follow(int(parent))
     settings = msgspec.json.decode(text, type=RankSettings)
-    engine = import_module(settings.bench).engine
+    bench = import_module(settings.bench)
     with ExitStack() as cleanup:
         driver = cleanup.enter_context(_connect_driver(settings.driver))
         driver.send((settings.group, settings.rank))
-        rank = _join(settings, cleanup)
+        pool = cleanup.enter_context(lean_pool(settings.layout, settings.pages, settings.world_size))
+        rank = _join(settings, pool, cleanup)
         rank.wait_ready(READY_S)
         driver.send("ready")
         try:
-            engine(rank, driver)
+            if hasattr(bench, "pool_engine"):
+                bench.pool_engine(rank, pool, driver)
+            else:
+                bench.engine(rank, driver)
         except (EOFError, BrokenPipeError):
             # The driver has what it wants, or is gone.
             return
@@ -80,8 +87,7 @@ def _connect_driver(path: str) -> Connection:
         return Connection(connection.detach())
 
 
-def _join(settings: RankSettings, cleanup: ExitStack) -> PrefillRank | DecodeRank:
-    pool = cleanup.enter_context(lean_pool(settings.layout, settings.pages, settings.world_size))
+def _join(settings: RankSettings, pool: KVPool, cleanup: ExitStack) -> PrefillRank | DecodeRank:
     # A bench may start many processes at a time on few cores: a slow answer is no absence.
     bounds = ClientSettings(away_after_s=30.0, hello_retry_s=5.0, resend_after_s=30.0)
     if settings.role is Role.PREFILL:
@@ -95,7 +101,7 @@ def _join(settings: RankSettings, cleanup: ExitStack) -> PrefillRank | DecodeRan
                 settings=bounds,
             )
         )
-    endpoint = cleanup.enter_context(Endpoint(pool, settings.backend))
+    endpoint = cleanup.enter_context(Endpoint(pool, settings.backend, settings.options))
     return cleanup.enter_context(
         DecodeRank.connect(
             settings.control,
