@@ -144,11 +144,13 @@ class RankBounds(Section):
 class ReleaseBounds(Section):
     """``[release]``: when the pages of a failed handoff are quiet.
 
-    ``quarantine_bytes`` left out means a tenth of the pools that are sent from.
+    ``quarantine_bytes`` left out means a tenth of the pools that are sent from. ``unproven_s`` is for
+    engines that move the pages by themselves.
     """
 
     settle_s: Pause = 5.0
     drain_s: Pause = 2.0
+    unproven_s: Seconds = 120.0
     quarantine_bytes: Bytes | None = None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from backends import registry
 from coordinator import addresses
 from coordinator.config_problems import Problem, did_you_mean
+from coordinator.messages import EXTERNAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +67,7 @@ def _bounds(config: Config) -> Iterator[Problem]:
 
 
 def _backend(config: Config) -> Iterator[Problem]:
-    known = registry.names()
+    known = [*registry.names(), EXTERNAL]
     if config.backend.name not in known:
         yield _problem(_unknown_backend(config.backend.name, known), "backend.name")
     for name in config.backend.options:

@@ -12,6 +12,8 @@ from coordinator.reasons import Failure
 
 #: Number of the move that stands for all moves of a former coordinator.
 INHERITED: Final = -1
+#: In a leg, in the place of a decode rank: the prefill engine itself moves the pages, to whom is its affair.
+OWN: Final = -1
 
 
 class State(StrEnum):
@@ -35,13 +37,21 @@ Leg = tuple[int, int]
 class Pairing(msgspec.Struct, frozen=True):
     """Which ranks exchange pages; shared by all handoffs between the same two groups.
 
-    ``by_source[p]`` and ``by_destination[d]`` list the legs of that rank.
+    ``by_source[p]`` and ``by_destination[d]`` list the legs of that rank. With ``own`` there are none,
+    and no decode ranks: the prefill engine moves the pages by itself, and each of its ranks tells what
+    became of its move, which has the rank's number.
     """
 
     prefill_world: int
     decode_world: int
     by_source: tuple[tuple[Leg, ...], ...]
     by_destination: tuple[tuple[Leg, ...], ...]
+    own: bool = False
+
+    @classmethod
+    def of_own(cls, prefill_world: int) -> Pairing:
+        """Describe a prefill engine that moves the pages by itself."""
+        return cls(prefill_world, 0, ((),) * prefill_world, (), own=True)
 
     @classmethod
     def of(cls, prefill_world: int, decode_world: int, legs: tuple[Leg, ...]) -> Pairing:

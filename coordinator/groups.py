@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from coordinator.broadcast import GroupLog
+from coordinator.messages import EXTERNAL
 
 if TYPE_CHECKING:
     from coordinator.handoff import Handoff
@@ -105,6 +106,11 @@ class Group:
         self.life: int = hello.life
         self.lineage = secrets.randbits(64)
         self.awaits: dict[int, int] = {}
+
+    @property
+    def moves_itself(self) -> bool:
+        """Whether its engine moves the pages by itself, and only tells what became of it."""
+        return self.backend == EXTERNAL
 
     @property
     def live(self) -> list[Rank]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from coordinator.events import OWN
 from coordinator.messages import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class Legs:
         parts: list[str] = []
         if not self._sources:
             parts.append(f"any sign of prefill for this room from {prefill}")
-        if not self._targets:
+        own = self._pairing is not None and self._pairing.own
+        if not self._targets and not own:
             parts.append(f"the offer of {decode}")
         if self._pairing is not None and self._sources:
             parts += [
@@ -156,7 +158,12 @@ class Legs:
                 for rank in range(self._pairing.decode_world)
                 if rank not in self._targets
             ]
-        parts += [f"the leg {prefill}/{p} -> {decode}/{d}" for p, d in sorted(moving)]
+        parts += [
+            f"the engine's own transfer from {prefill}/{p}"
+            if d == OWN
+            else f"the leg {prefill}/{p} -> {decode}/{d}"
+            for p, d in sorted(moving)
+        ]
         more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
         return ", ".join(parts[:NAMED]) + more
 

@@ -12,6 +12,7 @@ Theory of operation
 
     A *leg* is a (prefill rank, decode rank) pair. A *move* is one chunk of a leg, numbered from 0
     within the handoff. A move starts as soon as its source and destination pages are both known.
+    An engine that moves the pages by itself (``Pairing.own``) has one move for each prefill rank.
 
     The pages of each side are held until nothing can read (prefill) or write (decode) them any
     more. The verdict never waits for that, and ``Release`` never comes before it.
@@ -30,6 +31,7 @@ import msgspec
 from coordinator.errors import InvalidTransitionError
 from coordinator.events import (
     INHERITED,
+    OWN,
     Aborted,
     AllMoving,
     Conclude,
@@ -208,7 +210,11 @@ class HandoffMachine:
         if self._legs.paired:
             message = f"room {self.room} attempt {self.attempt} is paired already"
             raise InvalidTransitionError(message)
-        return self._advance([], self._legs.pair(event.pairing))
+        legs = self._legs.pair(event.pairing)
+        if event.pairing.own:
+            # From the start: a rank may be sending chunks before it speaks of the room.
+            self._moves.update((rank, _Move((rank, OWN))) for rank in range(event.pairing.prefill_world))
+        return self._advance([], legs)
 
     def _inherited(self, _event: Inherited) -> list[Effect]:
         self._moves[INHERITED] = _Move((INHERITED, INHERITED))

@@ -20,7 +20,7 @@ from coordinator.errors import LayoutError
 from coordinator.groups import Group, Rank
 from coordinator.layout import Layout
 from coordinator.logs import get_logger
-from coordinator.messages import VERSION, Hello, Refused, Role
+from coordinator.messages import EXTERNAL, VERSION, Hello, Refused, Role
 from coordinator.reasons import Reason
 from coordinator.rooms import pairing
 from coordinator.watch import Watch
@@ -270,10 +270,9 @@ class Membership:
             return f"protocol version {hello.version} is not spoken here; this coordinator speaks {VERSION}"
         if hello.rank >= hello.world_size:
             return f"rank {hello.rank} does not exist in a group of world size {hello.world_size}"
-        # A prefill rank whose worker we spawn names none: it has only the memory.
-        if hello.backend != self._config.backend.name and (hello.backend or hello.role is Role.DECODE):
-            ours = self._config.backend.name
-            return f"backend: this coordinator uses {ours!r}, the rank has {hello.backend!r}"
+        problem = _other_backend(hello, self._config.backend.name)
+        if problem is not None:
+            return problem
         try:
             hello.layout.check(hello.world_size)
         except LayoutError as error:
@@ -291,7 +290,7 @@ class Membership:
             return (
                 None if hello.endpoint else "endpoint: a decode rank must say where its memory can be reached"
             )
-        if self._config.backend.hosting == "coordinator":
+        if self._config.backend.hosting == "coordinator" and hello.backend != EXTERNAL:
             return _bad_pool(hello.pool.path, hello.pool.size_bytes)
         return None
 
@@ -415,6 +414,19 @@ def _loss(rank: Rank) -> Reason:
 def restart_reason(rank: Rank) -> Reason:
     """Why the handoffs of a rank fail whose place is taken."""
     return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_RESTARTED
+
+
+def _other_backend(hello: Hello, ours: str) -> str | None:
+    """Say that the rank's backend is not ours."""
+    if EXTERNAL in {hello.backend, ours} and (hello.role is Role.DECODE or hello.backend != ours):
+        return (
+            f"backend: this coordinator uses {ours!r}, the {hello.role} rank has {hello.backend!r}; prefill "
+            f"engines that move the pages by themselves need one with {EXTERNAL!r}, which is for them alone"
+        )
+    # A prefill rank whose worker we spawn names none: it has only the memory.
+    if hello.backend != ours and (hello.backend or hello.role is Role.DECODE):
+        return f"backend: this coordinator uses {ours!r}, the rank has {hello.backend!r}"
+    return None
 
 
 def _bad_pool(path: str, size_bytes: int) -> str | None:

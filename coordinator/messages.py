@@ -44,6 +44,8 @@ MAX_HELD: Final = 1 << 18
 MAX_QUOTED: Final = 256
 #: Default bound of a whole frame: the pages of 512K one-token pages, twice over.
 MAX_FRAME_BYTES: Final = 8 << 20
+#: The backend of prefill ranks that move the bytes by themselves and only tell what becomes of it.
+EXTERNAL: Final = "external"
 
 #: msgpack itself ends at 2**64 - 1; msgspec takes no larger bound than an int64.
 U64 = Annotated[int, Meta(ge=0)]
@@ -261,7 +263,33 @@ class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
     why: Text = ""
 
 
-Item = Open | Send | Offer | Extend | Cancel
+class LegDone(Struct, frozen=True, array_like=True, tag="leg_done"):
+    """Prefill's own engine has moved all of this rank's pages of the room, and reads them no more.
+
+    This and the next two are for ranks of the backend ``EXTERNAL`` alone.
+    """
+
+    room: Room
+    after: Count
+
+
+class LegFailed(Struct, frozen=True, array_like=True, tag="leg_failed"):
+    """Prefill's own engine has failed to move them; ``quiet``: it reads them no more."""
+
+    room: Room
+    after: Count
+    message: Text
+    quiet: bool
+
+
+class LegQuiet(Struct, frozen=True, array_like=True, tag="leg_quiet"):
+    """Prefill's own engine reads this rank's pages of the failed handoff no more."""
+
+    room: Room
+    after: Count
+
+
+Item = Open | Send | Offer | Extend | Cancel | LegDone | LegFailed | LegQuiet
 
 
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):

@@ -345,6 +345,8 @@ class Reattach:
                 handoff.apply(MoveQuiet(INHERITED, side))
 
     def _is_quiet(self, group: Group) -> bool:
+        if group.moves_itself:
+            return True  # Nobody moves anything there but the engine itself, which goes on.
         if group.role is Role.PREFILL:
             return all(self._transfers.is_up(rank) for rank in group.live)
         quiet_s = self._over_s + self._config.release.drain_s

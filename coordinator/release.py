@@ -52,6 +52,8 @@ class Releases:
         """Climb the ladder until both sides of the handoff are released. May never return."""
         changed = self._waiting[handoff] = asyncio.Event()
         try:
+            if handoff.prefill is not None and handoff.prefill.moves_itself:
+                await self._told_quiet(handoff, changed)
             for force in (self._fence, self._kill):
                 if await self._settled_within(handoff, changed, self.bounds.settle_s):
                     break
@@ -101,6 +103,26 @@ class Releases:
     def _destination_quiet(self, flight: Flight) -> None:
         flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
         self.changed(flight.handoff)
+
+    async def _told_quiet(self, handoff: Handoff, changed: asyncio.Event) -> None:
+        """Wait until the engine has told that it is done; at the bound, let the pages go all the same.
+
+        Nobody can fence an engine from itself, and what it would still read are its own pages: held for
+        ever, they would be the very wedge that a bound is for.
+        """
+        try:
+            async with asyncio.timeout(self.bounds.unproven_s):
+                while handoff.machine.held:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            _log.error(
+                "release.unproven", room=handoff.room, attempt=handoff.machine.attempt,
+                ranks=list(handoff.machine.unsettled), held_s=self.bounds.unproven_s,
+            )  # fmt: skip
+            for move in handoff.machine.unsettled:
+                for side in Role:
+                    handoff.apply(MoveQuiet(move, side))
 
     async def _settled_within(self, handoff: Handoff, changed: asyncio.Event, bound_s: float) -> bool:
         """Wait until no flight of the handoff can read its source any more; False at the bound."""

@@ -14,16 +14,32 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from coordinator.events import Event, Extended, Offered, Opened, Paired, Pairing, Sent, StartMove
+from coordinator.events import (
+    Event,
+    Extended,
+    Moved,
+    MoveFailed,
+    MoveQuiet,
+    Offered,
+    Opened,
+    Paired,
+    Pairing,
+    Sent,
+    StartMove,
+)
 from coordinator.handoff import Handoff
 from coordinator.layout import Layout, mismatches
 from coordinator.logs import get_logger
 from coordinator.messages import (
+    EXTERNAL,
     PAGE_BYTES,
     Cancel,
     Elsewhere,
     Extend,
     Item,
+    LegDone,
+    LegFailed,
+    LegQuiet,
     Offer,
     Open,
     Outcome,
@@ -59,7 +75,9 @@ SIDE_DATA_LOST: Final = (
 )
 
 #: What only a prefill rank says. A tuple: a union would be built anew for each item.
-PREFILL_ITEMS: Final = (Open, Send)
+PREFILL_ITEMS: Final = (Open, Send, LegDone, LegFailed, LegQuiet)
+#: What only a rank says whose engine moves the pages by itself.
+OWN_ITEMS: Final = (LegDone, LegFailed, LegQuiet)
 
 _log = get_logger()
 
@@ -101,6 +119,8 @@ class Rooms:
         self.bounds = config.handoff
         self.active: dict[int, Handoff] = {}
         self.unreleased: set[Handoff] = set()
+        # Those of engines that move the pages by themselves and have to tell when they are quiet.
+        self._telling: dict[int, Handoff] = {}
         self.draining = False
         self.gathers_until_s = 0.0
         self.releases: Releases
@@ -120,6 +140,9 @@ class Rooms:
             Offer: self._offer,
             Extend: self._extend,
             Cancel: self._cancel,
+            LegDone: self._leg_ended,
+            LegFailed: self._leg_ended,
+            LegQuiet: self._leg_quiet,
         }
 
     def handle(self, rank: Rank, item: Item) -> Refused | None:
@@ -127,6 +150,10 @@ class Rooms:
         role = Role.PREFILL if isinstance(item, PREFILL_ITEMS) else Role.DECODE
         if role is not rank.group.role and not isinstance(item, Cancel):
             return self._refused(rank, item, f"a {rank.group.role} rank cannot say {type(item).__name__}")
+        if isinstance(item, OWN_ITEMS) and not rank.group.moves_itself:
+            return self._refused(
+                rank, item, f"only a rank of backend {EXTERNAL!r} can say {type(item).__name__}"
+            )
         return self._handlers[type(item)](rank, item)
 
     # The items, one by one
@@ -172,6 +199,30 @@ class Rooms:
             reason = Reason.CANCELLED_BY_PREFILL if prefill else Reason.CANCELLED_BY_DECODE
             handoff.fail(reason, item.why or "cancelled by the engine", rank.name)
         return None
+
+    def _leg_ended(self, rank: Rank, item: Item) -> Refused | None:
+        """An engine's own transfer is over; it never begins a handoff."""
+        if self._is_late(rank, item):
+            return None
+        handoff = self.active.get(item.room)
+        if handoff is None or handoff.prefill is not rank.group:
+            return self._refused(rank, item, f"room {item.room} is not in flight")
+        if isinstance(item, LegFailed):
+            failure = Failure(Reason.TRANSPORT, rank.name, item.message or "the engine's own transfer failed")
+            return self._apply(handoff, rank, item, MoveFailed(rank.number, failure, item.quiet, item.quiet))
+        return self._apply(handoff, rank, item, Moved(rank.number))
+
+    def _leg_quiet(self, rank: Rank, item: Item) -> Refused | None:
+        handoff = self._telling.get(item.room)
+        if handoff is not None and handoff.prefill is rank.group:
+            _quieten(handoff, rank.number)
+        return None
+
+    def dead(self, rank: Rank) -> None:
+        """Nothing is read any more by a rank whose engine moved the pages by itself."""
+        for handoff in list(self._telling.values()):
+            if handoff.prefill is rank.group:
+                _quieten(handoff, rank.number)
 
     # Which attempt is meant
 
@@ -285,6 +336,11 @@ class Rooms:
         else:
             handoff.decode = group
         group.handoffs.add(handoff)
+        if group.moves_itself:
+            self.met(handoff)
+            if not handoff.machine.state.terminal:
+                handoff.apply(Paired(Pairing.of_own(group.world_size)))
+            return
         prefill, decode = handoff.prefill, handoff.decode
         if prefill is None or decode is None:
             if group.role is Role.DECODE:
@@ -337,6 +393,8 @@ class Rooms:
         if self.active.get(room) is handoff:
             del self.active[room]
         self.unreleased.add(handoff)
+        if handoff.prefill is not None and handoff.prefill.moves_itself:
+            self._telling[room] = handoff
         self._offers.discard(handoff)
         prefill, decode = handoff.prefill, handoff.decode
         at_prefill = None if prefill is None else _next_of(prefill)
@@ -419,6 +477,8 @@ class Rooms:
     def closed(self, handoff: Handoff) -> None:
         """Forget the handoff."""
         self.unreleased.discard(handoff)
+        if self._telling.get(handoff.room) is handoff:
+            del self._telling[handoff.room]
         if handoff.machine.failure is not None:
             self.quarantine.let_go(handoff)
 
@@ -490,6 +550,12 @@ class Rooms:
 def _next_of(group: Group) -> Elsewhere:
     """Where the next event of a group will be."""
     return Elsewhere(group.lineage, group.log.head + 1)
+
+
+def _quieten(handoff: Handoff, move: int) -> None:
+    """Both ends of a move are quiet."""
+    for side in Role:
+        handoff.apply(MoveQuiet(move, side))
 
 
 def _bad_pages(pages: bytes, rank: Rank, before: int) -> str | None:

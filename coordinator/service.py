@@ -169,6 +169,8 @@ class Service:
 
     def joined(self, rank: Rank) -> None:
         """Give a prefill rank its worker; open the ways between it and the other side."""
+        if rank.group.moves_itself:
+            return
         if rank.group.role is Role.PREFILL and rank not in self.transfers.crews:
             worker = self._hire(rank, lambda token: self._worker_settings(rank, token), self)
             self.transfers.enlist(worker)
@@ -188,7 +190,9 @@ class Service:
 
     def gone(self, rank: Rank) -> None:
         """Nothing lands in a dead decode rank; a dead prefill rank needs no worker."""
-        if rank.group.role is Role.DECODE:
+        if rank.group.moves_itself:
+            self.rooms.dead(rank)
+        elif rank.group.role is Role.DECODE:
             self.transfers.rank_gone(rank)
         elif rank in self.transfers.crews:
             self._spawn(self._dismiss(rank))

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.errors import PoolError, ProtocolError
-from coordinator.messages import MAX_NAME, VERSION, Hello, Pool, Process, decode_from_peer, encode
+from coordinator.layout import Layout
+from coordinator.messages import (
+    EXTERNAL,
+    MAX_NAME,
+    VERSION,
+    Hello,
+    Pool,
+    Process,
+    Role,
+    decode_from_peer,
+    encode,
+)
 
 if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
     from coordinator.client.pool import KVPool
-    from coordinator.messages import Role
 
 
 def introduction(
@@ -41,26 +51,59 @@ def introduction(
     if not 0 <= rank < world_size:
         message = f"rank is {rank}, must be from 0 to world_size - 1, which is {world_size - 1}"
         raise ProtocolError(message)
-    hello = Hello(
-        version=VERSION,
-        role=role,
-        group=group,
-        rank=rank,
-        world_size=world_size,
-        instance=new_instance(),
-        process=_this_process(),
-        backend="" if endpoint is None else endpoint.name,
-        layout=pool.layout,
-        pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
-        endpoint=b"" if endpoint is None else endpoint.address,
-        transport=address.partition("://")[0][:16],
+    return _checked(
+        Hello(
+            version=VERSION,
+            role=role,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            instance=new_instance(),
+            process=_this_process(),
+            backend="" if endpoint is None else endpoint.name,
+            layout=pool.layout,
+            pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
+            endpoint=b"" if endpoint is None else endpoint.address,
+            transport=address.partition("://")[0][:16],
+        )
     )
+
+
+def introduction_without_pages(address: str, group: str, rank: int, world_size: int) -> Hello:
+    """Return the ``Hello`` of a prefill rank whose engine moves the pages by itself.
+
+    Raises:
+        ProtocolError: a name or a number is not acceptable.
+
+    """
+    # A page of one byte for each rank: something has to stand there.
+    layout = Layout(1, 1, world_size, 1, "uint8", "together")
+    return _checked(
+        Hello(
+            version=VERSION,
+            role=Role.PREFILL,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            instance=new_instance(),
+            process=_this_process(),
+            backend=EXTERNAL,
+            layout=layout,
+            pool=Pool("", layout.page_bytes(world_size), 1),
+            endpoint=b"",
+            transport=address.partition("://")[0][:16],
+        )
+    )
+
+
+def _checked(hello: Hello) -> Hello:
+    """Send it to ourselves: what the coordinator would refuse as malformed is told here and now."""
     try:
         decode_from_peer(encode(hello))
     except (ProtocolError, TypeError, OverflowError) as error:
         message = (
-            f"{group!r} rank {rank!r} cannot be introduced: {error}. A group's name has 1 to {MAX_NAME} of "
-            f"the characters A-Z a-z 0-9 . _ : -; rank and world_size are plain integers"
+            f"{hello.group!r} rank {hello.rank!r} cannot be introduced: {error}. A group's name has 1 to "
+            f"{MAX_NAME} of the characters A-Z a-z 0-9 . _ : -; rank and world_size are plain integers"
         )
         raise ProtocolError(message) from error
     return hello

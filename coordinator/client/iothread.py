@@ -105,6 +105,11 @@ class IoThread:
         with self._lock:
             return self.lives.head()
 
+    def head_if(self, state: RankState) -> bytes | None:
+        """Return the token for the next step if the client is in ``state`` at the same moment."""
+        with self._lock:
+            return self.lives.head() if self.lives.conversation.standing.state is state else None
+
     def drain(self, through: bytes | None, wait_s: float) -> Sequence[Event]:
         """Hand over the events up to the token, or all that arrived.
 

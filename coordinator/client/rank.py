@@ -43,7 +43,7 @@ _MAX_ROOM: Final = 2**64 - 1
 _MAX_PREFIX_PAGES: Final = 2**31
 _MAX_WHY: Final = 4096
 #: What an item takes beside its pages and its aux; more than enough.
-_ITEM_BYTES: Final = 64
+ITEM_BYTES: Final = 64
 _MAX_ITEM_BYTES: Final = MAX_FRAME_BYTES - 4096
 _NOTHING: Final[tuple[Event, ...]] = ()
 
@@ -172,8 +172,8 @@ class Rank:
 
         """
         inbox = self._lives.inbox
-        item = Cancel(_room(room), inbox.drained, why[:_MAX_WHY])
-        self._io.say(item, _ITEM_BYTES + 4 * len(why), inbox)
+        item = Cancel(room_number(room), inbox.drained, why[:_MAX_WHY])
+        self._io.say(item, ITEM_BYTES + 4 * len(why), inbox)
 
     @property
     def _conversation(self) -> Conversation:
@@ -185,7 +185,7 @@ class Rank:
                 f"{size_bytes} bytes of pages and aux in one call, at most {_MAX_ITEM_BYTES} are accepted"
             )
             raise PoolError(message)
-        self._io.say(item, size_bytes + _ITEM_BYTES, inbox)
+        self._io.say(item, size_bytes + ITEM_BYTES, inbox)
 
 
 class PrefillRank(Rank):
@@ -230,7 +230,7 @@ class PrefillRank(Rank):
 
         """
         inbox = self._lives.inbox
-        self._io.say(Open(_room(room), inbox.drained), _ITEM_BYTES, inbox)
+        self._io.say(Open(room_number(room), inbox.drained), ITEM_BYTES, inbox)
 
     def send(self, room: SupportsIndex, pages: Pages, *, last: bool = False, aux: bytes = b"") -> None:
         """Hand over the room's next pages. They must not change until the room is released.
@@ -251,7 +251,7 @@ class PrefillRank(Rank):
         after = inbox.drained
         packed = pack(pages, self._pool_pages)
         side = _aux(aux) if aux else b""
-        item = Send(_room(room), after, packed, bool(last), side)
+        item = Send(room_number(room), after, packed, bool(last), side)
         self._say_pages(item, len(packed) + len(side), inbox)
 
 
@@ -310,7 +310,7 @@ class DecodeRank(Rank):
         if not 0 <= prefix_pages < _MAX_PREFIX_PAGES:
             message = f"prefix_pages is {prefix_pages}, must be from 0 to 2**31 - 1"
             raise PoolError(message)
-        item = Offer(_room(room), after, packed, operator.index(prefix_pages))
+        item = Offer(room_number(room), after, packed, operator.index(prefix_pages))
         self._say_pages(item, len(packed), inbox)
 
     def extend(self, room: SupportsIndex) -> None:
@@ -322,10 +322,16 @@ class DecodeRank(Rank):
 
         """
         inbox = self._lives.inbox
-        self._io.say(Extend(_room(room), inbox.drained), _ITEM_BYTES, inbox)
+        self._io.say(Extend(room_number(room), inbox.drained), ITEM_BYTES, inbox)
 
 
-def _room(room: SupportsIndex) -> int:
+def room_number(room: SupportsIndex) -> int:
+    """Return the room as a plain integer.
+
+    Raises:
+        ProtocolError: no such room can be.
+
+    """
     try:
         number = operator.index(room)
     except TypeError as error:
