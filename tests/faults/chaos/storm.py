@@ -164,7 +164,7 @@ class Storm(Deployment):
 
     def _use(self, size: int) -> Use:
         random = self.random
-        room, generation = self._room(size)
+        room, generation = self._room()
         cancels = None
         if random.random() < 0.08:
             cancels = (random.choice(list(Role)), random.randrange(size), random.randint(0, 6))
@@ -172,18 +172,20 @@ class Storm(Deployment):
             room, generation, random.randint(1, 6), random.randint(1, 4), random.random() < 0.5, cancels
         )
 
-    def _room(self, size: int) -> tuple[int, int]:
-        """A room that was never used, or one whose use both engines know to be over."""
-        engines = [self.engines[f"{role.value}-{size}"] for role in Role]
+    def _room(self) -> tuple[int, int]:
+        """A room that was never used, or one whose use both engines know to be over: any two engines."""
         if self.random.random() < 0.3:
-            last = {use.room: use for use in self.uses[size]}
+            last: dict[int, tuple[int, int]] = {}
+            for size, uses in self.uses.items():
+                for use in uses:
+                    last[use.room] = max(last.get(use.room, (0, 0)), (use.generation, size))
             over = [
-                use
-                for use in last.values()
-                if all((use.room, use.generation) in engine.outcomes for engine in engines)
+                (room, generation)
+                for room, (generation, size) in last.items()
+                if all((room, generation) in self.engines[f"{role.value}-{size}"].outcomes for role in Role)
             ]
             if over:
-                use = self.random.choice(over)
-                return use.room, use.generation + 1
+                room, generation = self.random.choice(over)
+                return room, generation + 1
         self._next_room += 1
         return self._next_room - 1, 0
