@@ -80,10 +80,10 @@ class Channel:
         for _ in range(BATCH):
             if self._closed:
                 return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            # Asking costs half of what an exception does, which would end nearly every turn.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 self._on_message(frames)
             except BaseException:
