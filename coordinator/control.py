@@ -170,14 +170,6 @@ class Control:
             rank.acknowledged = max(rank.acknowledged, submit.acknowledged)
             rank.listening = submit.listening
             self.note(group)
-        if submit.applied > rank.applied:
-            rank.applied = submit.applied
-            group.drained()
-        if submit.items or submit.first > rank.received + 1:
-            self._items(identity, rank, submit)
-
-    def _items(self, identity: bytes, rank: Rank, submit: Submit) -> None:
-        """Take the items that are new; one that is missing before them is asked for."""
         known = rank.received + 1 - submit.first
         if known < 0:
             self._answer(identity, Resend(rank.received))
@@ -187,6 +179,10 @@ class Control:
             refusal = self._rooms.handle(rank, item)
             if refusal is not None:
                 self._answer(identity, refusal)
+        # Last, and not over a gap: the engine may have drained a verdict after it said these items.
+        if submit.applied > rank.applied:
+            rank.applied = submit.applied
+            group.drained()
 
     def _bye(self, identity: bytes, bye: Bye) -> None:
         rank = self._sessions.get(identity)

@@ -299,7 +299,8 @@ class Submit(Struct, frozen=True, array_like=True, tag="submit"):
         epoch: the epoch that the numbers belong to.
         first: number of ``items[0]``; items are numbered 1, 2, 3 ... over the life of a client.
         acknowledged: it has every event up to this one.
-        applied: its engine has drained every event up to this one.
+        applied: its engine had drained every event up to this one before it said what comes after these
+            items. They themselves may be older.
         listening: it has seen a broadcast of this epoch.
 
     """

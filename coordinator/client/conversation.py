@@ -280,7 +280,11 @@ class Conversation:
         ]
         self._acknowledge = False
         self._submit_at_s = now_s + self._heartbeat_s
-        return Submit(inbox.epoch, first, inbox.have, inbox.drained, self._listening, items)
+        # What is still due may have been said before the engine drained the last events; those who count
+        # as drained are forgotten, and then it would be taken for news.
+        due = outbox.due
+        applied = inbox.drained if due is None else min(inbox.drained, max(due.after, inbox.base))
+        return Submit(inbox.epoch, first, inbox.have, applied, self._listening, items)
 
     def _join(self, welcome: Welcome, now_s: float) -> None:
         inbox, outbox = self.inbox, self.outbox

@@ -55,6 +55,11 @@ class Outbox:
         return len(self._unsent)
 
     @property
+    def due(self) -> Item | None:
+        """The item that is to be submitted next."""
+        return self._unsent[0].item if self._unsent else None
+
+    @property
     def sent(self) -> int:
         """Number of the last item that was handed out and is not due again."""
         return self.confirmed + len(self._sent)

@@ -120,6 +120,7 @@ class Cluster:
             step_timeout_s=self.options.step_timeout_s,
             sabotage=self.options.sabotage.get(name, Sabotage.NONE),
             sabotage_rank=world_size - 1,
+            program=self.options.program,
         )
         group = EngineGroup(settings, self._start_rank, self._send, self.book.lose)
         self.groups[name] = group

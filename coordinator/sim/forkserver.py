@@ -11,13 +11,15 @@ import select
 import signal
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import torch  # noqa: F401 - loaded once, here, for all ranks
+import torch  # noqa: F401 - the same
 
-from coordinator.sim import leash, rank
+import coordinator.sim.rank  # noqa: F401 - what ranks need is loaded once, here
+from coordinator.sim import leash
 from coordinator.sim.settings import Ended, Fork, Forked
 
 _CRASHED: Final = 70
@@ -60,7 +62,7 @@ def _fork(fork: Fork) -> int:
         _redirect(fork.log)
         os.environ.clear()
         os.environ.update(fork.environment)
-        code = rank.run(fork.settings)
+        code = import_module(fork.settings.program).run(fork.settings)
     except BaseException:  # noqa: BLE001 - the door of the rank: it must not go on as its parent
         traceback.print_exc()
     finally:

@@ -28,6 +28,7 @@ class ClusterOptions:
         options: the backend's settings, for ranks and workers.
         environment: variables for all processes, over those of this one.
         sabotage: faults to build in, by group name; each in the group's last rank.
+        program: the module whose ``run`` is a rank.
 
     """
 
@@ -41,6 +42,7 @@ class ClusterOptions:
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     sabotage: Mapping[str, Sabotage] = field(default_factory=dict)
+    program: str = "coordinator.sim.rank"
 
 
 def small_layout(world_size: int) -> Layout:

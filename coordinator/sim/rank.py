@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -27,7 +28,12 @@ from coordinator.sim.prefill import PrefillEngine
 from coordinator.sim.wire import Cancel, Finish, Ready, Reports, Step, Submit, decode_command, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from coordinator.sim.decode import DecodeClient
     from coordinator.sim.engine import Engine
+    from coordinator.sim.pattern import Words
+    from coordinator.sim.prefill import PrefillClient
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import Command, Report
 
@@ -78,19 +84,27 @@ class Mailbox:
         self._context.destroy(round(_LINGER_S * 1000))
 
 
-def run(settings: RankSettings) -> int:
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Who plays the two roles."""
+
+    prefill: Callable[[PrefillClient, Words, int, Sabotage], Engine] = PrefillEngine
+    decode: Callable[[DecodeClient, Words, int, Sabotage], Engine] = DecodeEngine
+
+
+def run(settings: RankSettings, engines: Engines = Engines()) -> int:  # noqa: B008 - frozen
     """Run one rank; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:
         with ExitStack() as cleanup:
-            _run(settings, cleanup)
+            _run(settings, engines, cleanup)
     except (CoordinatorError, BackendError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     return 0
 
 
-def _run(settings: RankSettings, cleanup: ExitStack) -> None:
+def _run(settings: RankSettings, engines: Engines, cleanup: ExitStack) -> None:
     began_s = time.monotonic()
     mailbox = Mailbox(settings)
     cleanup.callback(mailbox.close)
@@ -99,7 +113,7 @@ def _run(settings: RankSettings, cleanup: ExitStack) -> None:
         address = step_address(settings.directory, settings.group, settings.rank)
         follower = cleanup.enter_context(StepReceiver(address, settings.step_timeout_s))
     pool = cleanup.enter_context(KVPool.allocate(settings.layout, settings.pages, settings.world_size))
-    engine, client = _connect(settings, pool, cleanup)
+    engine, client = _connect(settings, engines, pool, cleanup)
     client.wait_ready(settings.ready_timeout_s)
     mailbox.report([Ready(os.getpid(), pool.path, pool.size_bytes, time.monotonic() - began_s)])
     if follower is None:
@@ -113,7 +127,7 @@ def _run(settings: RankSettings, cleanup: ExitStack) -> None:
 
 
 def _connect(
-    settings: RankSettings, pool: KVPool, cleanup: ExitStack
+    settings: RankSettings, engines: Engines, pool: KVPool, cleanup: ExitStack
 ) -> tuple[Engine, PrefillRank | DecodeRank]:
     memory = pool.tensor.numpy().reshape(-1)
     words = words_of(memory, settings.layout.planes, settings.pages)
@@ -127,7 +141,7 @@ def _connect(
             pool=pool,
         )
         cleanup.callback(prefill.close)
-        return PrefillEngine(prefill, words, settings.rank, sabotage), prefill
+        return engines.prefill(prefill, words, settings.rank, sabotage), prefill
     endpoint = cleanup.enter_context(Endpoint(pool, settings.backend, settings.options))
     decode = DecodeRank.connect(
         settings.control,
@@ -137,7 +151,7 @@ def _connect(
         endpoint=endpoint,
     )
     cleanup.callback(decode.close)
-    return DecodeEngine(decode, words, settings.rank, sabotage), decode
+    return engines.decode(decode, words, settings.rank, sabotage), decode
 
 
 def _lead(

@@ -30,6 +30,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_timeout_s: bound of the silence between ranks.
         sabotage: a fault to build into one rank, to prove that it is found.
         sabotage_rank: into which one.
+        program: the module whose ``run`` is the rank; another one brings engines of its own.
 
     """
 
@@ -50,6 +51,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: float = 60.0
     sabotage: Sabotage = Sabotage.NONE
     sabotage_rank: int = 0
+    program: str = "coordinator.sim.rank"
 
     @property
     def label(self) -> str:

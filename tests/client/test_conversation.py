@@ -97,6 +97,24 @@ def test_batches_are_bounded() -> None:
     assert talk.next_message(0.0) is None
 
 
+def test_what_counts_as_drained_was_drained_before_all_that_is_still_to_be_said() -> None:
+    """Case C30: also when there is too much for one message, and when it is said again."""
+    talk = joined()
+    say(talk, *range(1, MAX_ITEMS + 2))
+    talk.hear_broadcast(Broadcast(5, 1, 2, [0], [], [Outcome(1, 1), Outcome(2, 1)]), 0.0)
+    assert len(talk.drain(None)) == 2
+    talk.say(Open(1, 2), 1)
+
+    def applied() -> int:
+        message = talk.next_message(0.0)
+        assert isinstance(message, Submit)
+        return message.applied
+
+    assert [applied(), applied()] == [0, 2]
+    talk.hear(Resend(0), 0.0)
+    assert [applied(), applied()] == [0, 2]
+
+
 def test_an_unanswered_hello_is_said_again() -> None:
     talk = conversation()
     assert isinstance(talk.next_message(0.0), Hello)

@@ -47,6 +47,7 @@ class Known:
 
     received: int
     acknowledged: int = 0
+    applied: int = 0
     listening: bool = False
 
 
@@ -284,9 +285,10 @@ class World:
         if submit.first > known.received + 1:
             return [Resend(known.received)] if submit.items else []
         for item in submit.items[known.received + 1 - submit.first :]:
-            assert item.after <= submit.applied
+            assert item.after >= known.applied, "said before what counts as drained"
             known.received += 1
             self._said(item)
+        known.applied = max(known.applied, submit.applied)
         return []
 
     def _said(self, item: Item) -> None:

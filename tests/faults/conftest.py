@@ -23,7 +23,9 @@ _SEEDS_PER_PROCESS_SEED = 50
 def forks() -> Iterator[ForkServer]:
     """One process with torch loaded, from which ranks are forked."""
     with tempfile.TemporaryDirectory(prefix="t-") as directory:
-        server = ForkServer(Path(directory), {**os.environ, "OMP_NUM_THREADS": "1"})
+        # Some tests bring ranks of their own.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        server = ForkServer(Path(directory), environment)
         yield server
         server.close()
 

@@ -103,6 +103,35 @@ async def test_what_was_said_before_the_verdict_was_drained_does_not_open_a_new_
         assert same([rank.events for rank in prefill])
 
 
+async def test_what_arrives_with_the_news_that_the_verdict_was_drained_was_said_before_it() -> None:
+    """Case C30: the engine drains a verdict while its last words on the room are still in the queue.
+
+    Taken for a new attempt, they would have its pages moved, which it has given to another room.
+    """
+    async with VirtualStage() as stage:
+        prefill, decode, _ = await stage.pair(1)
+        rank = prefill[0]
+        rank.send_pages(7, 1, last=False)
+        rank.cancel(7)
+        await rank.outcome(7)
+        late = Send(7, 0, pages(2), last=True)
+        rank.applied = rank.head
+        # Over a gap it may not count either: what is missing was said before.
+        rank.submit_from(len(rank.said) + 2)
+        await turns()
+        rank.submit(late)
+        await turns()
+        assert stage.service.counters.late == {"send": 1}
+        assert not stage.service.rooms.active
+        decode[0].offer(7, 5)
+        assert await decode[0].failure(7) == "cancelled_by_prefill"
+        # And now it has been drained.
+        assert not stage.service.membership.groups["p"].ended
+        rank.open_room(7)
+        await turns()
+        assert stage.service.rooms.active[7].machine.attempt == 2
+
+
 async def test_a_rank_that_was_lost_and_comes_back_opens_no_attempt_with_old_words() -> None:
     async with VirtualStage() as stage:
         prefill, _, _ = await stage.pair(2)
