@@ -92,7 +92,7 @@ class Engines:
     decode: Callable[[DecodeClient, Words, int, Sabotage], Engine] = DecodeEngine
 
 
-def run(settings: RankSettings, engines: Engines = Engines()) -> int:  # noqa: B008 - frozen
+def run(settings: RankSettings, engines: Engines = Engines()) -> int:
     """Run one rank; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     try:

@@ -40,20 +40,26 @@ class Contents(Pattern):
         """Write something into ``pages`` that was never anywhere."""
         self.fill(pages, self._ours, next(self._uses))
 
-    def changed(self, pages: Pages) -> list[int]:
+    def changed(self, pages: Pages) -> Pages:
         """Which of ``pages`` do not hold what we wrote, whole."""
-        return self._bad(pages, None)
-
-    def foreign(self, pages: Pages, room: int, generation: int) -> list[int]:
-        """Which of ``pages`` have a word that neither we wrote nor the room brings to that place."""
-        return self._bad(pages, self._keys(room, generation, 0, pages.size))
-
-    def _bad(self, pages: Pages, also: Words | None) -> list[int]:
         bad = np.zeros(pages.size, dtype=np.bool_)
         for plane, words in enumerate(self._words):
+            bad |= (words[pages] != self._written[plane, pages][:, None] + self._ramp).any(axis=1)
+        return pages[bad]
+
+    def foreign(self, pages: Pages, room: int, generation: int) -> Pages:
+        """Which of ``pages`` have a byte that neither we wrote nor the room brings to that place.
+
+        Bytes and not words: a write that was cut off may end anywhere.
+        """
+        bad = np.zeros(pages.size, dtype=np.bool_)
+        brought = self._keys(room, generation, 0, pages.size)
+        for plane, words in enumerate(self._words):
             held = words[pages]
-            differs = held != self._written[plane, pages][:, None] + self._ramp
-            if also is not None and differs.any():
-                differs &= held != also[plane][:, None] + self._ramp
-            bad |= differs.any(axis=1)
-        return pages[bad].tolist()
+            ours = self._written[plane, pages][:, None] + self._ramp
+            theirs = brought[plane][:, None] + self._ramp
+            where = np.nonzero((held != ours) & (held != theirs))
+            octets, *known = (each[where].reshape(-1, 1).view(np.uint8) for each in (held, ours, theirs))
+            wrong = ((octets != known[0]) & (octets != known[1])).any(axis=1)
+            bad[where[0][wrong]] = True
+        return pages[bad]

@@ -1,4 +1,4 @@
-"""What is done to a pair of engines: requests, aborts, and a decode engine that is stopped again and again."""
+"""What is done to a pair of engines: requests, aborts, and a decode engine that stands still at times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 from collections import Counter
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
+
+import pytest
 
 from coordinator.layout import Layout
 from coordinator.messages import Role
@@ -20,37 +22,49 @@ from tests.faults.corruption.rank import FOUND, HASTY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from coordinator.sim.book import Handoff
     from coordinator.sim.forks import ForkServer
 
 DEADLINE_S: Final = 0.6
-SETTLE_S: Final = 0.4
+SETTLE_S: Final = 0.6
 DRAIN_S: Final = 0.4
 HEARTBEAT_S: Final = 0.1
 #: On each plane 256 KiB of a page, on four planes.
 _LAYOUT: Final = Layout(layers=2, page_tokens=2048, kv_heads=1, head_size=64, dtype="bfloat16")
 _PAGES: Final = 40
-_MAX_PAGES: Final = 12
-_CONCURRENCY: Final = 6
+_MAX_PAGES: Final = 7
+_CONCURRENCY: Final = 8
+#: Large prompts: together more than all socket buffers on the way hold.
+_LARGE_PAGES: Final = 13
+_LARGE_CHUNK_STEPS: Final = 50
+#: The kernel may let a socket of nixl's have room for all of a pool, and then nothing is stuck.
+_SMALL_BUFFERS: Final = {"UCX_TCP_SNDBUF": "256k", "UCX_TCP_RCVBUF": "256k"}
+#: How often to try to catch some of them on their way.
+_HOLD_UPS: Final = 5
 _ABORTED: Final = 0.3
 _ABORT_WITHIN_S: Final = 0.05
 _PATIENCE_S: Final = 30.0
 #: How long decode stands still: it goes on before the deadline, before the fence, after it.
-_STOPS_S: Final = ((0.02, 0.3), (DEADLINE_S + 0.05, DEADLINE_S + 0.3), (DEADLINE_S + SETTLE_S + 0.1, 1.5))
+_STOPS_S: Final = (
+    (0.02, 0.3),
+    (DEADLINE_S + 0.05, DEADLINE_S + 0.3),
+    (DEADLINE_S + SETTLE_S + 0.1, DEADLINE_S + SETTLE_S + 0.4),
+)
 
 
-def options(backend: str, backend_options: dict[str, str], hasty: Role | None) -> ClusterOptions:
+def options(backend: str, its_options: dict[str, str], hasty: Role | None = None) -> ClusterOptions:
     """Build a deployment whose bounds are short; ``hasty`` is the role that does not wait for the release."""
     return ClusterOptions(
         backend=backend,
         layout=_LAYOUT,
         pages=_PAGES,
-        options=backend_options,
+        options=its_options,
         coordinator={
             "handoff": {"deadline_s": DEADLINE_S},
             "release": {"settle_s": SETTLE_S, "drain_s": DRAIN_S},
             "rank": {"heartbeat_s": HEARTBEAT_S, "lost_after_s": 10.0},
         },
-        environment={HASTY: "" if hasty is None else hasty.value},
+        environment={HASTY: "" if hasty is None else hasty.value, **_SMALL_BUFFERS},
         program="tests.faults.corruption.rank",
     )
 
@@ -72,7 +86,7 @@ class Corruption:
         self._order = count()
         self._rooms = count(1)
 
-    def __enter__(self) -> Corruption:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,17 +96,49 @@ class Corruption:
     def reasons(self) -> Counter[str | None]:
         return Counter(handoff.outcome for handoff in self.book.settled)
 
-    def run(self, handoffs: int, stops: int) -> None:
-        """Hand everything over, and stop decode so often meanwhile."""
+    def start(self) -> None:
+        """Start the engines, and let them meet."""
         self.prefill = self.cluster.add(Role.PREFILL, "prefill-0", 1)
         self.decode = self.cluster.add(Role.DECODE, "decode-0", 1)
         self.cluster.wait_ready()
+        while not self.reasons[""]:  # the first contact may take longer than the deadline
+            self._hand_over(1, 1)
+            self._settle()
+
+    def hold_up(self) -> None:
+        """Fail handoffs whose bytes are stuck on their way, and let these go on before they are fenced."""
+        for _ in range(_HOLD_UPS):
+            large = range(_PAGES // _LARGE_PAGES)
+            rooms = [self._hand_over(_LARGE_PAGES, 2, _LARGE_CHUNK_STEPS) for _ in large]
+            handoffs = [self.book.open[room] for room in rooms]
+            self._until(lambda: _all_begun(handoffs), "all to be under way")  # noqa: B023 - called at once
+            self.decode.stop(0)
+            stopped = {(self.decode.party, 0)}
+            self._until(
+                lambda: all(handoff.waiting <= stopped for handoff in handoffs),  # noqa: B023 - the same
+                "prefill to hear of their ends",
+            )
+            self.decode.cont(0)
+            self._settle()
+            if any(handoff.outcome == "deadline" for handoff in handoffs):
+                return
+        pytest.fail("every large handoff was over before decode could be stopped: this host is too busy")
+
+    def storm(self, handoffs: int, stops: int) -> None:
+        """Hand rooms over, give some of them up, and stop decode now and then."""
         for stop in range(stops):
-            self._feed(handoffs // stops)
+            for _ in range(handoffs // stops):
+                self._until(lambda: len(self.book.open) < _CONCURRENCY, "a handoff to be over")
+                self._submit()
             self._stop(self._random.uniform(*_STOPS_S[stop % len(_STOPS_S)]))
-        self._feed(handoffs - stops * (handoffs // stops))
-        self._until(lambda: not self.book.open, "every handoff to be over on every rank")
+        self._settle()
+
+    def finish(self) -> None:
+        """End the engines, which look at all their pages once more."""
         self.cluster.finish(_PATIENCE_S)
+
+    def _settle(self) -> None:
+        self._until(lambda: not self.book.open, "every handoff to be over on every rank")
 
     def found(self) -> list[str]:
         """What the engines have seen that must not be."""
@@ -104,26 +150,24 @@ class Corruption:
         """How often a link was destroyed to make pages quiet."""
         return self.cluster.coordinator.log_path.read_text().count('"release.fence"')
 
-    def _feed(self, count: int) -> None:
-        for _ in range(count):
-            self._until(lambda: len(self.book.open) < _CONCURRENCY, "a handoff to be over")
-            self._submit()
+    def _hand_over(self, pages: int, chunks: int, chunk_steps: int = 1) -> int:
+        room = next(self._rooms)
+        request = Request(room, pages, math.ceil(pages / chunks), chunk_steps)
+        self.cluster.hand_off([request], self.prefill, self.decode)
+        return room
 
     def _submit(self) -> None:
         random = self._random
-        pages = random.randint(2, _MAX_PAGES)
-        request = Request(next(self._rooms), pages, chunk_pages=math.ceil(pages / random.randint(1, 3)))
-        self.cluster.hand_off([request], self.prefill, self.decode)
+        room = self._hand_over(random.randint(1, _MAX_PAGES), random.randint(1, 3))
         if random.random() < _ABORTED:
             group = random.choice((self.prefill, self.decode))
-            self._after(
-                random.uniform(0.0, _ABORT_WITHIN_S), lambda: group.cancel([request.room], "as the test says")
-            )
+            delay_s = random.uniform(0.0, _ABORT_WITHIN_S)
+            self._after(delay_s, lambda: group.cancel([room], "as the test says"))
 
     def _stop(self, duration_s: float) -> None:
         """Let decode stand still, with pages on their way to it."""
-        begun = list(self.book.open.values())[-1]
-        self._until(lambda: begun.in_flight or begun.outcome is not None, "the last handoff to be under way")
+        last = list(self.book.open.values())[-1:]
+        self._until(lambda: _all_begun(last), "the last handoff to be under way")
         self.decode.stop(0)
         over: list[bool] = []
         self._after(duration_s, lambda: over.append(True))
@@ -150,3 +194,7 @@ class Corruption:
     def _missing(self) -> str:
         missing = "\n".join(handoff.missing() for handoff in self.book.open.values())
         return f"{missing}\nthe coordinator's last lines:\n{self.cluster.coordinator.tail()}"
+
+
+def _all_begun(handoffs: list[Handoff]) -> bool:
+    return all(handoff.in_flight or handoff.outcome is not None for handoff in handoffs)

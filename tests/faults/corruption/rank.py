@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from coordinator.sim.prefill import PrefillClient
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import LastState
+    from tests.faults.corruption.contents import Pages
 
 #: The role that does not wait for the release.
 HASTY: Final = "TEST_HASTY_ROLE"
@@ -58,10 +59,10 @@ class Hasty:
         return events
 
 
-def tell(where: str, pages: list[int]) -> None:
+def tell(where: str, pages: Pages) -> None:
     """Say which pages hold what they must not."""
-    if pages:
-        sys.stderr.write(f"{FOUND} {where}: pages {pages}\n")
+    if pages.size:
+        sys.stderr.write(f"{FOUND} {where}: pages {pages.tolist()}\n")
         sys.stderr.flush()
 
 
@@ -93,8 +94,9 @@ class CarefulDecode(DecodeEngine):
     """Receives, and knows at each moment what may have been written where."""
 
     def __init__(self, client: DecodeClient, words: Words, number: int, sabotage: Sabotage) -> None:
-        hasty = os.environ.get(HASTY) == "decode"
-        super().__init__(Hasty(client) if hasty else client, words, number, sabotage)
+        # Who does not wait does not look either: there is nothing yet to see.
+        self._looks = os.environ.get(HASTY) != "decode"
+        super().__init__(client if self._looks else Hasty(client), words, number, sabotage)
         self._pattern = self._contents = Contents(words, number, _OURS_AT_DECODE)
         self._succeeded: set[tuple[int, int]] = set()
 
@@ -112,16 +114,20 @@ class CarefulDecode(DecodeEngine):
         key = (released.room, released.attempt)
         work = self._unreleased.get(key)
         if work is not None and work.pages.size:
-            room, generation = work.owner
-            if key in self._succeeded:
-                wrong = work.pages[self._contents.wrong(work.pages, room, generation)]
-                tell(f"of {work.owner} at decode, after its success", wrong.tolist())
-            else:
-                foreign = self._contents.foreign(work.pages, room, generation)
-                tell(f"of {work.owner} at decode, after its failure", foreign)
+            if self._looks:
+                self._look(work, succeeded=key in self._succeeded)
             self._contents.use(work.pages)
         self._succeeded.discard(key)
         return super()._release(released)
+
+    def _look(self, work: Work, *, succeeded: bool) -> None:
+        room, generation = work.owner
+        if succeeded:
+            wrong = work.pages[self._contents.wrong(work.pages, room, generation)]
+            tell(f"of {work.owner} at decode, after its success", wrong)
+        else:
+            foreign = self._contents.foreign(work.pages, room, generation)
+            tell(f"of {work.owner} at decode, after its failure", foreign)
 
     def _final(self) -> LastState:
         tell("at the end at decode", self._contents.changed(self._contents.everything))
