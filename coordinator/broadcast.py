@@ -30,7 +30,7 @@ class GroupLog:
     def __init__(self) -> None:
         """Start empty, at number 0."""
         self._events: deque[Event] = deque()
-        self.head = 0
+        self.head: int = 0
 
     def __len__(self) -> int:
         """How many events are kept."""
@@ -78,7 +78,7 @@ class Broadcaster:
         self._channel = channel
         self._due: dict[Group, None] = {}
         self._flush_scheduled = False
-        self.dropped = 0
+        self.dropped: int = 0
 
     def publish(self, group: Group) -> None:
         """Let the group hear what it has not been told, in this turn of the loop."""

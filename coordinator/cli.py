@@ -58,9 +58,9 @@ class DemoBackend(StrEnum):
 def serve(config: ConfigFile = None) -> None:
     """Run a coordinator until SIGTERM or SIGINT; its log goes to stdout."""
     settings = _configuration(config)
-    from coordinator import service
+    from coordinator import process
 
-    raise typer.Exit(service.run(settings))
+    raise typer.Exit(process.run(settings, config))
 
 
 @app.command(epilog=_EXIT_CODES)

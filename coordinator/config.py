@@ -170,8 +170,42 @@ class Limits(Section):
     backlog_events: Number = 200_000
 
 
+class Http(Section):
+    """``[http]``: metrics, health, and what operators see and do.
+
+    Attributes:
+        address: where it is served; empty: not at all.
+        token: the secret that calls which change something must carry.
+        token_file: a file that holds the token instead, readable by the coordinator's user alone.
+
+    """
+
+    address: Annotated[
+        str,
+        Field(
+            max_length=255,
+            pattern=r"^$|^(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$",
+            description='"host:port", or "" for no HTTP at all',
+        ),
+    ] = "127.0.0.1:7780"
+    token: Annotated[
+        str,
+        Field(pattern=r"^$|^[!-~]{16,512}$", description="a secret in quotes, of 16 to 512 ASCII characters"),
+    ] = ""
+    token_file: Annotated[Path | None, Field(strict=False, description="the path of a file, in quotes")] = (
+        None
+    )
+
+
 class Log(Section):
-    """``[log]``: the log on stdout."""
+    """``[log]``: the log on stdout, and in a file if one is named.
+
+    Attributes:
+        file: written beside stdout, one JSON object a line.
+        file_bytes: at this size it is set aside as ``FILE.1``, and a new one is begun.
+        file_count: how many files are kept, that one included.
+
+    """
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -180,6 +214,11 @@ class Log(Section):
     format: Annotated[
         Literal["auto", "json", "console"], Field(description='"auto", "json" or "console"')
     ] = "auto"
+    file: Annotated[Path | None, Field(strict=False, description="the path of a file, in quotes")] = None
+    file_bytes: Annotated[
+        int, Field(ge=65536, le=1 << 40, description="a whole number of bytes, at least 65536")
+    ] = 64 << 20
+    file_count: Annotated[int, Field(ge=1, le=1000, description="a whole number from 1 to 1000")] = 5
 
 
 class Shutdown(Section):
@@ -212,6 +251,7 @@ class Config(Section):
     rank: RankBounds = RankBounds()
     release: ReleaseBounds = ReleaseBounds()
     limits: Limits = Limits()
+    http: Http = Http()
     log: Log = Log()
     shutdown: Shutdown = Shutdown()
     security: Security | None = None

@@ -27,6 +27,7 @@ def find(config: Config) -> Iterator[Problem]:
     yield from _bounds(config)
     yield from _backend(config)
     yield from _listen(config)
+    yield from _http(config)
     if config.security is not None:
         yield from _security(config.security)
 
@@ -127,6 +128,29 @@ def _reachable(config: Config, parsed: dict[str, Address]) -> Iterator[Problem]:
             )
 
 
+def _http(config: Config) -> Iterator[Problem]:
+    http = config.http
+    if http.token and http.token_file is not None:
+        twice = "cannot stand beside http.token: only one of them is used"
+        yield _problem(twice, "http.token_file", "http.token")
+    if http.token_file is not None:
+        yield from _private_file(http.token_file, "http.token_file")
+    if not http.address:
+        return
+    try:
+        address = addresses.split(f"tcp://{http.address}")
+    except ValueError as error:
+        yield _problem(f"is {http.address!r}, of which {error}", "http.address")
+        return
+    if not (address.local or http.token or http.token_file is not None):
+        yield _problem(
+            f"can be reached from other hosts ({address.host}): set http.token_file, or use 127.0.0.1",
+            "http.address",
+            "http.token",
+            "http.token_file",
+        )
+
+
 def _taken_twice(parsed: dict[str, Address]) -> Iterator[Problem]:
     first: dict[Address, str] = {}
     for where, address in parsed.items():
@@ -137,13 +161,12 @@ def _taken_twice(parsed: dict[str, Address]) -> Iterator[Problem]:
 
 
 def _security(security: Security) -> Iterator[Problem]:
-    yield from _key_file(security.server_key)
+    yield from _private_file(security.server_key, "security.server_key")
     if not security.client_keys.is_dir():
         yield _problem(f"is {str(security.client_keys)!r}, must be a directory", "security.client_keys")
 
 
-def _key_file(path: Path) -> Iterator[Problem]:
-    key = "security.server_key"
+def _private_file(path: Path, key: str) -> Iterator[Problem]:
     try:
         mode = path.stat().st_mode
     except OSError as error:

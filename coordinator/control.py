@@ -142,12 +142,16 @@ class Control:
             return
         self._remember(identity, rank)
         group = rank.group
+        events = group.log.since(rank.acknowledged, MAX_EVENTS)  # the rank asks for the rest
+        if events and hello.epoch == self._epoch:
+            self._counters.replays += 1
+            self._counters.replayed_events += len(events)
         outcomes = self.outcomes.get(hello.transport) or next(iter(self.outcomes.values()))
         welcome = Welcome(
             epoch=self._epoch,
             outcomes=outcomes,
             first=rank.acknowledged + 1,
-            events=group.log.since(rank.acknowledged, MAX_EVENTS),  # the rank asks for the rest
+            events=events,
             stable=group.stable,
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,

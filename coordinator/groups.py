@@ -95,7 +95,7 @@ class Group:
         self.backend: str = hello.backend
         self.ranks: list[Rank | None] = [None] * hello.world_size
         self.incarnation = 1
-        self.log = GroupLog()
+        self.log: GroupLog = GroupLog()
         self.published = 0
         self.published_at_s = float("-inf")
         self.stable = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.events import (
@@ -50,8 +51,11 @@ class Desk(Protocol):
     def late(self, handoff: Handoff, event: Event) -> None:
         """Count and log an event that came after the verdict."""
 
-    def trail(self, handoff: Handoff, step: str) -> None:
-        """Log a step of a handoff's trail."""
+    def prefill_completed(self, handoff: Handoff) -> None:
+        """Note that the first rank's prefill is complete: the clock runs."""
+
+    def all_moving(self, handoff: Handoff) -> None:
+        """Note that only bytes are missing."""
 
     async def make_quiet(self, handoff: Handoff) -> None:
         """Wait, then use force, until nothing of a failed handoff moves any more."""
@@ -69,7 +73,7 @@ class Handoff:
     Attributes:
         machine: its state.
         prefill, decode: its groups, as far as known.
-        opened_at_s, complete_at_s, concluded_at_s: when, on the loop's clock.
+        opened_at_s, complete_at_s, moving_at_s, concluded_at_s: when, on the loop's clock; 0 before.
         moved_bytes: bytes that have arrived.
         flights: its moves that are under way or not quiet yet, by number.
         released_together: whether both sides were released at once; None before any was.
@@ -83,6 +87,7 @@ class Handoff:
         "_now_s",
         "_prefill_complete",
         "_settled",
+        "_started_at_s",
         "_task",
         "complete_at_s",
         "concluded_at_s",
@@ -90,6 +95,7 @@ class Handoff:
         "flights",
         "machine",
         "moved_bytes",
+        "moving_at_s",
         "opened_at_s",
         "prefill",
         "released_together",
@@ -103,6 +109,7 @@ class Handoff:
         self.decode: Group | None = None
         self.opened_at_s = loop.time()
         self.complete_at_s = 0.0
+        self.moving_at_s = 0.0
         self.concluded_at_s = 0.0
         self.moved_bytes = 0
         self.flights: dict[int, Flight] = {}
@@ -113,6 +120,7 @@ class Handoff:
         self._prefill_complete = asyncio.Event()
         self._settled = asyncio.Event()
         self._clock: asyncio.Timeout | None = None
+        self._started_at_s = 0.0
         self._task = loop.create_task(self._run())
 
     @property
@@ -161,12 +169,13 @@ class Handoff:
             case StartMove():
                 self._start(effect)
             case StartClock():
-                self.complete_at_s = self._now_s()
+                self.complete_at_s = self._started_at_s = self._now_s()
                 self._prefill_complete.set()
-                desk.trail(self, "handoff.prefill_complete")
+                desk.prefill_completed(self)
             case AllMoving():
                 if not self.machine.state.terminal:
-                    desk.trail(self, "handoff.moving")
+                    self.moving_at_s = self._now_s()
+                    desk.all_moving(self)
             case Conclude():
                 self.concluded_at_s = self._now_s()
                 desk.concluded(self)
@@ -177,6 +186,7 @@ class Handoff:
             case Revoke(moves=moves):
                 desk.revoke(self, moves)
             case ExtendClock():
+                self._started_at_s = self._now_s()
                 self.reschedule()
             case Late(event=late):
                 desk.late(self, late)
@@ -198,13 +208,18 @@ class Handoff:
         """End without a verdict: it turns out that this attempt never was."""
         self._task.cancel()
 
-    def reschedule(self) -> None:
-        """Give a running clock its full bound from now, up to the hard cap."""
-        if self._clock is None or self._clock.expired():
-            return
+    @property
+    def due_at_s(self) -> float:
+        """When it is over at the latest, on the loop's clock; infinite before prefill is complete."""
+        if not self.complete_at_s:
+            return math.inf
         bounds = self._desk.bounds
-        now_s = self._now_s()
-        self._clock.reschedule(min(now_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s))
+        return min(self._started_at_s + bounds.deadline_s, self.complete_at_s + bounds.hard_cap_s)
+
+    def reschedule(self) -> None:
+        """Let a running clock end when the bounds of today say: they, or what they count from, changed."""
+        if self._clock is not None and not self._clock.expired():
+            self._clock.reschedule(self.due_at_s)
 
     async def _run(self) -> None:
         try:
@@ -221,9 +236,8 @@ class Handoff:
 
     async def _wait_bounded(self) -> None:
         """Wait for the verdict from prefill-complete on; at the deadline, make it Failed."""
-        deadline_s = self.complete_at_s + self._desk.bounds.deadline_s
         try:
-            async with asyncio.timeout_at(deadline_s) as self._clock:
+            async with asyncio.timeout_at(self.due_at_s) as self._clock:
                 await self._settled.wait()
         except TimeoutError:
             if not (self._clock and self._clock.expired()):

@@ -131,6 +131,14 @@ class Legs:
         source = self._sources.get(rank)
         return 0 if source is None else source.count
 
+    def sent(self) -> dict[int, tuple[int, bool]]:
+        """For each prefill rank that spoke: how many pages it has sent, and whether that was the last."""
+        return {rank: (source.count, source.last) for rank, source in self._sources.items()}
+
+    def offered(self) -> dict[int, int]:
+        """For each decode rank that has offered: how many pages the room has, its prefix included."""
+        return {rank: target.count for rank, target in self._targets.items()}
+
     def forget(self) -> None:
         """Drop the page lists: nothing starts after the verdict."""
         for source in self._sources.values():

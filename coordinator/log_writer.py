@@ -40,6 +40,11 @@ class DirectWriter:
         except OSError:
             self.dropped += 1
 
+    @property
+    def alive(self) -> bool:
+        """There is no thread that could die."""
+        return True
+
     def close(self, timeout_s: float) -> None:
         """Do nothing: there is no queue."""
 
@@ -76,6 +81,11 @@ class Writer:
             # Once is enough: until the thread runs, every further line would pay for it again.
             self._asleep = False
             self._wake.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """Write what is queued, for at most ``timeout_s``, and end the thread."""

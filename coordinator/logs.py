@@ -22,15 +22,19 @@ import sys
 from itertools import islice
 from time import gmtime, strftime, time
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TextIO, cast
 
 import msgspec
 import structlog
 from structlog.dev import ConsoleRenderer, plain_traceback
 
+from coordinator.log_stream import FileWriter, Follower, Recent
 from coordinator.log_writer import DirectWriter, Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from structlog.typing import EventDict, Processor, WrappedLogger
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -47,10 +51,26 @@ _NUMBERS: Final = {"debug": _DEBUG, "info": _INFO, "warning": _WARNING, "error":
 _encode: Final = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-class _State:
-    """What ``configure`` sets; one per process, as stdout is."""
+class Outlet(Protocol):
+    """Who gets JSON lines beside stdout (``log_stream``)."""
 
+    level: int
+
+    def put(self, line: bytes) -> None:
+        """Take a line; must neither wait nor raise. Called from any thread."""
+
+
+class _State:
+    """What ``configure`` sets; one per process, as stdout is.
+
+    ``level`` is what stdout gets; ``threshold`` is what anybody gets, and is looked at first.
+    """
+
+    level: int = _WARNING
     threshold: int = _WARNING
+    outlets: tuple[Outlet, ...] = ()
+    recent: Recent | None = None
+    file: FileWriter | None = None
     stamp: tuple[int, str] = (0, "")
     writer: Writer | DirectWriter = DirectWriter(2)
 
@@ -84,17 +104,43 @@ class Logger(structlog.BoundLoggerBase):
     def _emit(self, level: str, event: str, values: dict[str, object]) -> None:
         entry: Any = {"timestamp": _timestamp(), "level": level, "event": event, **self._context, **values}
         try:
+            outlets = _State.outlets
+            plain = dict(entry) if outlets and _processors[0] is not _render_json else None
             for processor in self._processors:
                 entry = processor(None, level, entry)
         except structlog.DropEvent:
             return
-        _State.writer.put(entry)
+        number = _NUMBERS[level]
+        if number >= _State.level:
+            _State.writer.put(entry)
+        if outlets:
+            line = entry if plain is None else _render_json(None, level, plain)
+            for outlet in outlets:
+                if number >= outlet.level:
+                    outlet.put(line)
 
 
-def configure(level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:  # noqa: A002 - the key's name in the configuration file
-    """Send the log to ``stream`` (stdout), which must have a file descriptor, from now on.
+class LogFile(NamedTuple):
+    """A file for the log: ``[log]`` of the configuration says what each means."""
+
+    path: Path
+    max_bytes: int
+    files: int
+
+
+def configure(
+    level: Level = "info",
+    format: Format = "auto",  # noqa: A002 - the key's name in the configuration file
+    stream: TextIO | None = None,
+    file: LogFile | None = None,
+) -> None:
+    """Send the log to ``stream`` (stdout), which must have a file descriptor, and to ``file``, from now on.
 
     May be called again; what was logged before goes where it was to go.
+
+    Raises:
+        ConfigError: the file cannot be written.
+
     """
     close()
     stream = stream or sys.stdout
@@ -104,21 +150,47 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
         _processors[:] = [_console_renderer(colors=terminal)]
     else:
         _processors[:] = [_render_json]
+    if file is not None:
+        _State.file = FileWriter(*file, _NUMBERS[level], lambda count: _encode(_dropped(count)))
     _State.writer = Writer(stream.fileno(), _dropped_line)
+    _State.recent = Recent(_NUMBERS[level])
+    _State.outlets = tuple(outlet for outlet in (_State.recent, _State.file) if outlet is not None)
     set_level(level)
     logging.getLogger().handlers[:] = [_Bridge()]
     logging.captureWarnings(capture=True)
 
 
 def set_level(level: Level) -> None:
-    """Log lines of this level and above, from now on, in every logger."""
-    _State.threshold = _NUMBERS[level]
-    logging.getLogger().setLevel(_NUMBERS[level])
+    """Log lines of this level and above, from now on, in every logger. Followers have their own level."""
+    _State.level = _NUMBERS[level]
+    for outlet in (_State.recent, _State.file):
+        if outlet is not None:
+            outlet.level = _State.level
+    _settle_threshold()
 
 
 def level() -> Level:
     """Return the level that is set."""
-    return next(name for name in ("debug", "info", "warning", "error") if _NUMBERS[name] >= _State.threshold)
+    return next(name for name in ("debug", "info", "warning", "error") if _NUMBERS[name] >= _State.level)
+
+
+def follow(level: Level, wanted: Callable[[bytes], bool]) -> Follower:
+    """Give somebody all lines from ``level`` up that are ``wanted``, until ``unfollow``."""
+    follower = Follower(_NUMBERS[level], wanted)
+    _State.outlets = (*_State.outlets, follower)
+    _settle_threshold()
+    return follower
+
+
+def unfollow(follower: Follower) -> None:
+    """Give it no more lines."""
+    _State.outlets = tuple(outlet for outlet in _State.outlets if outlet is not follower)
+    _settle_threshold()
+
+
+def last_lines(count: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
+    """Return the last lines that are ``wanted``, as far as they are kept, as JSON, the oldest first."""
+    return [] if _State.recent is None else _State.recent.last(count, wanted)
 
 
 def get_logger(**context: object) -> Logger:
@@ -126,15 +198,32 @@ def get_logger(**context: object) -> Logger:
     return Logger(None, _processors, context)
 
 
+def alive() -> bool:
+    """Whether the threads that write the log run."""
+    return _State.writer.alive and (_State.file is None or _State.file.alive)
+
+
 def dropped() -> int:
     """How many lines could not be written since ``configure``."""
-    return _State.writer.dropped
+    return _State.writer.dropped + (_State.file.dropped if _State.file is not None else 0)
 
 
 def close(timeout_s: float = 1.0) -> None:
     """Write what is queued, waiting at most ``timeout_s``; later lines go straight to stderr."""
     writer, _State.writer = _State.writer, DirectWriter(2)
+    file, _State.file = _State.file, None
+    _State.recent = None
+    _State.outlets = ()
+    _settle_threshold()
     writer.close(timeout_s)
+    if file is not None:
+        file.close(timeout_s)
+
+
+def _settle_threshold() -> None:
+    """Look at the lines that stdout or somebody else wants."""
+    _State.threshold = min([_State.level, *(outlet.level for outlet in _State.outlets)])
+    logging.getLogger().setLevel(_State.threshold)
 
 
 def _timestamp() -> str:
@@ -199,8 +288,11 @@ def _text(value: object) -> str:
 
 
 def _dropped_line(count: int) -> bytes | str:
-    entry: EventDict = {"timestamp": _timestamp(), "level": "warning", "event": "log.dropped", "lines": count}
-    return cast("bytes | str", _processors[0](None, "warning", entry))
+    return cast("bytes | str", _processors[0](None, "warning", _dropped(count)))
+
+
+def _dropped(count: int) -> EventDict:
+    return {"timestamp": _timestamp(), "level": "warning", "event": "log.dropped", "lines": count}
 
 
 class _Bridge(logging.Handler):

@@ -149,6 +149,11 @@ class HandoffMachine:
         """The moves whose source or destination pages are still in use."""
         return tuple(self._moves)
 
+    @property
+    def legs(self) -> Legs:
+        """What each rank has said so far; to be looked at only."""
+        return self._legs
+
     def sent_pages(self, rank: int) -> int:
         """Pages that a prefill rank has sent so far."""
         return self._legs.sent_pages(rank)

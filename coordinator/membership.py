@@ -182,6 +182,11 @@ class Membership:
                     self.lose(rank, _loss(rank), f"{rank.name} is {bound} events behind", gone=False)
         group.log.trim(min([behind, *(rank.acknowledged for rank in group.live)]))
 
+    def reconfigure(self, config: Config) -> None:
+        """Use other bounds and limits from now on, also for the ranks that are here."""
+        self._config = config
+        self._silence.rebound(config.rank.lost_after_s)
+
     def close(self) -> None:
         """Stop watching."""
         self._silence.close()
@@ -230,6 +235,7 @@ class Membership:
         rank.forgotten = False
         self._lost.discard(rank)
         rank.hello = hello
+        self._counters.ranks_returned += 1
         self.sign(rank)
         _log.info("rank.returned", rank=rank.name)
         self._events.joined(rank)

@@ -6,6 +6,7 @@ the coordinator is not ready, and an operator decides what to restart.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from coordinator.logs import get_logger
@@ -38,6 +39,11 @@ class Quarantine:
         return len(self._handoffs)
 
     @property
+    def budget_bytes(self) -> int:
+        """How much may be held before that is a trouble."""
+        return self._budget_bytes()
+
+    @property
     def trouble(self) -> str:
         """Say what is wrong; empty while the budget holds."""
         if not self._over:
@@ -47,18 +53,23 @@ class Quarantine:
             f"release.quarantine_bytes ({self._budget_bytes()})"
         )
 
+    def handoffs(self, most: int) -> list[Handoff]:
+        """Return those that are held, as they came, but no more than ``most`` of them."""
+        return list(islice(self._handoffs, most))
+
     def hold(self, handoff: Handoff, size_bytes: int) -> None:
         """Count a failed handoff, of whose moves ``size_bytes`` may still be under way."""
         self._handoffs[handoff] = size_bytes
         self.held_bytes += size_bytes
-        self._judge()
+        self.judge()
 
     def let_go(self, handoff: Handoff) -> None:
         """Both sides of a handoff are quiet."""
         self.held_bytes -= self._handoffs.pop(handoff, 0)
-        self._judge()
+        self.judge()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
+        """Compare what is held with the budget, and log it when the answer is another one than before."""
         over = self.held_bytes > self._budget_bytes()
         if over is self._over:
             return

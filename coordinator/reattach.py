@@ -92,6 +92,10 @@ class Reattach:
         self._over_s = asyncio.get_running_loop().time() + self._config.rank.reattach_s
         self._membership.gathers_until_s = self._rooms.gathers_until_s = self._over_s
 
+    def reconfigure(self, config: Config) -> None:
+        """Use other bounds from now on."""
+        self._config = config
+
     def close(self) -> None:
         """Stop all clocks."""
         self._undecided.close()
@@ -290,7 +294,7 @@ class Reattach:
         if group is not None and concerns_it and len(handoff.groups) == 1:
             # It stands for what that side had said of the room before it could hear this.
             self._undecided.discard(handoff)
-            self._rooms.withdraw(handoff)
+            self._rooms.withdraw(handoff, known.failure)
             self._rooms.adopt(group, room, known)
         else:
             # It is a later attempt; nobody has heard its number yet.

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 #: How many ended rooms are remembered, for their attempt numbers and for sides that never heard.
 REMEMBERED: Final = 16384
+#: How many ended handoffs are kept with their whole story, for operators.
+RECENT: Final = 1024
 #: From here on, an unsigned 32-bit number is a negative one.
 SIGN: Final = 1 << 31
 
@@ -110,7 +112,16 @@ def pairing(prefill: Layout, prefill_world: int, decode: Layout, decode_world: i
 
 
 class Rooms:
-    """The handoffs in flight, by room, and the desk that each of them works from."""
+    """The handoffs in flight, by room, and the desk that each of them works from.
+
+    Attributes:
+        active: those without a verdict, the oldest first.
+        past_prefill: those of them whose clock runs, the longest first; ``moving`` of them lack only bytes.
+        unreleased: those with a verdict whose pages are not quiet.
+        recent: the last ones of all that have ended, by room.
+        draining: nothing new is admitted.
+
+    """
 
     def __init__(
         self, config: Config, broadcaster: Broadcaster, transfers: Transfers, counters: Counters
@@ -118,10 +129,13 @@ class Rooms:
         """Start empty."""
         self.bounds = config.handoff
         self.active: dict[int, Handoff] = {}
+        self.past_prefill: dict[Handoff, None] = {}
+        self.moving = 0
         self.unreleased: set[Handoff] = set()
         # Those of engines that move the pages by themselves and have to tell when they are quiet.
         self._telling: dict[int, Handoff] = {}
-        self.draining = False
+        self.recent: OrderedDict[int, Handoff] = OrderedDict()
+        self.draining: bool = False
         self.gathers_until_s = 0.0
         self.releases: Releases
         self.quarantine: Quarantine
@@ -267,7 +281,7 @@ class Rooms:
             return None
         handoff = self.admit(room, self._next_attempt(room))
         self.bind(handoff, rank.group)
-        self.trail(handoff, "handoff.opened")
+        self._trail(handoff, "handoff.opened")
         return handoff
 
     def _is_about(self, ended: Ended) -> bool:
@@ -293,10 +307,11 @@ class Rooms:
         self._counters.opened += 1
         return handoff
 
-    def withdraw(self, handoff: Handoff) -> None:
-        """Undo a handoff that turns out to have ended before it began."""
+    def withdraw(self, handoff: Handoff, failure: Failure | None) -> None:
+        """End a handoff that turns out to have had a verdict before it began; ``failure`` is that."""
         del self.active[handoff.room]
-        self._counters.opened -= 1
+        self._counters.inherited(None if failure is None else failure.reason)
+        self._leave(handoff)
         self._offers.discard(handoff)
         for group in handoff.groups:
             group.handoffs.discard(handoff)
@@ -392,9 +407,14 @@ class Rooms:
         room, failure = machine.room, machine.failure
         if self.active.get(room) is handoff:
             del self.active[room]
+        self._leave(handoff)
         self.unreleased.add(handoff)
         if handoff.prefill is not None and handoff.prefill.moves_itself:
             self._telling[room] = handoff
+        self.recent[room] = handoff
+        self.recent.move_to_end(room)
+        if len(self.recent) > RECENT:
+            self.recent.popitem(last=False)
         self._offers.discard(handoff)
         prefill, decode = handoff.prefill, handoff.decode
         at_prefill = None if prefill is None else _next_of(prefill)
@@ -414,11 +434,7 @@ class Rooms:
         for group in handoff.groups:
             group.handoffs.discard(handoff)
             self._publish(group)
-        if failure is None:
-            self._counters.succeeded += 1
-        else:
-            self._counters.failed[failure.reason] += 1
-        self._counters.bytes_moved += handoff.moved_bytes
+        self._counters.concluded(handoff)
         self._log_outcome(handoff)
 
     def released(self, handoff: Handoff, side: Role) -> None:
@@ -446,7 +462,23 @@ class Rooms:
         self._counters.late[kind] += 1
         _log.info("handoff.late", **self._who(handoff), event_kind=kind, state=handoff.machine.state.value)
 
-    def trail(self, handoff: Handoff, step: str) -> None:
+    def prefill_completed(self, handoff: Handoff) -> None:
+        """Note that the clock of a handoff runs."""
+        self.past_prefill[handoff] = None
+        self._trail(handoff, "handoff.prefill_complete")
+
+    def all_moving(self, handoff: Handoff) -> None:
+        """Note that a handoff lacks nothing but bytes."""
+        self.moving += 1
+        self._trail(handoff, "handoff.moving")
+
+    def _leave(self, handoff: Handoff) -> None:
+        """Count a handoff no longer among those in flight."""
+        self.past_prefill.pop(handoff, None)
+        if handoff.moving_at_s:
+            self.moving -= 1
+
+    def _trail(self, handoff: Handoff, step: str) -> None:
         """Log a step of a handoff's trail, with how long it took up to here."""
         now_s = asyncio.get_running_loop().time()
         complete_s = handoff.complete_at_s
@@ -479,11 +511,15 @@ class Rooms:
         self.unreleased.discard(handoff)
         if self._telling.get(handoff.room) is handoff:
             del self._telling[handoff.room]
+        handoff.machine.aux = b""  # up to 1 MiB, which the log of decode's group has
         if handoff.machine.failure is not None:
             self.quarantine.let_go(handoff)
+            held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
+            self._counters.release_s.observe(held_s)
 
     def broken(self, handoff: Handoff, error: Exception) -> None:
         """Log a bug; the pages of this handoff stay held."""
+        self._counters.bugs += 1
         _log.error("handoff.broken", **self._who(handoff), exc_info=error)
 
     # What they share
@@ -492,6 +528,12 @@ class Rooms:
         """Fail every one of ``handoffs`` that is still in flight."""
         for handoff in list(handoffs):
             handoff.fail(reason, message, origin)
+
+    def reconfigure(self, config: Config) -> None:
+        """Use other bounds and limits from now on; the clocks that run are moved by their handoffs."""
+        self.bounds = config.handoff
+        self._limits = config.limits
+        self._offers.rebound(config.handoff.offer_ttl_s)
 
     def close(self) -> None:
         """Stop the clocks."""

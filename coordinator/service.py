@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import uvloop
 import zmq
 
-from coordinator import addresses, garbage, logs, sockets
+from coordinator import addresses, sockets
 from coordinator.broadcast import Broadcaster
 from coordinator.channel import Channel
 from coordinator.control import Control
@@ -19,6 +17,7 @@ from coordinator.logs import get_logger
 from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
+from coordinator.overview import Overview
 from coordinator.private import PrivateDirectory
 from coordinator.quarantine import Quarantine
 from coordinator.reasons import Reason
@@ -65,7 +64,7 @@ class Service:
         self._xpub = sockets.xpub(self._context, config.limits)
         self._outcomes = Channel(self._xpub, self._subscribed)
         self.broadcaster = Broadcaster(self.epoch, self._outcomes)
-        self.transfers = Transfers(config, self._send)
+        self.transfers = Transfers(config, self._send, self.counters)
         self.releases = Releases(config.release, self.transfers, config.rank.heartbeat_s)
         self.rooms = Rooms(config, self.broadcaster, self.transfers, self.counters)
         self.membership = Membership(config, self.counters, self)
@@ -82,11 +81,16 @@ class Service:
         self.rooms.releases = self.releases
         self.quarantine = self.rooms.quarantine = Quarantine(self._quarantine_budget)
         self.rooms.overflowed = self.membership.lag
+        self.overview = Overview(
+            config, self.epoch, self.counters, self.rooms, self.membership, self.transfers, self.quarantine,
+            self.broadcaster,
+        )  # fmt: skip
         self.addresses: list[str] = []
         self._bound: list[str] = []
         self._private: PrivateDirectory | None = None
         self._workers_address = ""
         self._authenticator: ThreadAuthenticator | None = None
+        self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Start and end
@@ -106,6 +110,7 @@ class Service:
             self._authenticator = sockets.authenticate(
                 self._context, self.config.security, [self._router, self._xpub]
             )
+            self.overview.parts["the authenticator of clients"] = self._authenticator.is_alive
         self.addresses = [self._bind(self._router, address, "listen.control") for address in listen.control]
         for address in listen.outcomes:
             bound = self._bind(self._xpub, address, "listen.outcomes")
@@ -115,7 +120,7 @@ class Service:
         self.reattach.start()
         self._control.start()
         self._outcomes.start()
-        self._spawn(self.broadcaster.beat(self.membership.groups))
+        self.run_for_ever("the heartbeat of the broadcasts", self.broadcaster.beat(self.membership.groups))
         _log.info(
             "coordinator.ready",
             name=self.config.service.name,
@@ -147,6 +152,7 @@ class Service:
 
     async def stop(self) -> None:
         """Close everything. Handoffs that are still in flight are left without a verdict."""
+        self._closing = True
         self.reattach.close()
         self.rooms.close()
         self.membership.close()
@@ -164,6 +170,20 @@ class Service:
             "coordinator.stopped", opened=self.counters.opened, succeeded=self.counters.succeeded,
             failed=dict(self.counters.failed),
         )  # fmt: skip
+
+    def reconfigure(self, config: Config) -> None:
+        """Use the bounds and limits of another configuration from now on (see ``coordinator.reload``)."""
+        self.config = self.overview.config = config
+        self.rooms.reconfigure(config)
+        self.transfers.reconfigure(config)
+        self.membership.reconfigure(config)
+        self.reattach.reconfigure(config)
+        self.releases.bounds = config.release
+        self.quarantine.judge()
+
+    def run_for_ever(self, what: str, work: Coroutine[object, object, None]) -> None:
+        """Run what must not end before the coordinator does; health turns red when it does (case C54)."""
+        self._spawn(work).add_done_callback(lambda task: self._ended(what, task))
 
     # What happens to ranks (see ``coordinator.membership.MembershipEvents``)
 
@@ -303,45 +323,15 @@ class Service:
         while not condition() and asyncio.get_running_loop().time() < deadline_s:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-
-async def serve(config: Config) -> None:
-    """Run a coordinator until SIGTERM or SIGINT; a second signal cuts the grace short."""
-    loop = asyncio.get_running_loop()
-    asked, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if asked.is_set() else asked).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    service = Service(config)
-    try:
-        await service.start()
-        garbage.settle()
-        sweeper = loop.create_task(garbage.sweep(lambda: len(service.rooms.active)))
-        await asked.wait()
-        sweeper.cancel()
-        await service.drain(config.shutdown.grace_s, hurry)
-    finally:
-        await service.stop()
-
-
-def run(config: Config) -> int:
-    """Run a coordinator in this process, on uvloop; returns the exit code.
-
-    Raises:
-        ConfigError: an address or a key cannot be used.
-
-    """
-    logs.configure(config.log.level, config.log.format)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config))
-    finally:
-        logs.close()
-    return 0
+    def _ended(self, what: str, task: asyncio.Task[None]) -> None:
+        if not self._closing:
+            error = None if task.cancelled() else task.exception()
+            self.counters.bugs += 1
+            self.overview.broken[what] = repr(error)
+            _log.error("coordinator.broken", what=what, exc_info=error)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from coordinator.config import Config
     from coordinator.groups import Rank
     from coordinator.handoff import Handoff
+    from coordinator.metrics import Counters
 
 #: Pauses before connecting again to a rank that could not be reached, seconds.
 RECONNECT_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -66,7 +67,7 @@ class RouteState(StrEnum):
 class Route:
     """One worker's way to one decode rank, on which each page takes ``page_bytes``."""
 
-    __slots__ = ("crew", "failures", "flights", "page_bytes", "rank", "retry", "state", "trouble")
+    __slots__ = ("crew", "failures", "flights", "page_bytes", "rank", "retry", "state", "trouble", "was_up")
 
     def __init__(self, crew: Crew, rank: Rank) -> None:
         """A way that is not open yet."""
@@ -78,6 +79,7 @@ class Route:
         self.failures = 0
         self.trouble = ""
         self.retry: asyncio.TimerHandle | None = None
+        self.was_up = False
 
     @property
     def name(self) -> str:
@@ -133,13 +135,14 @@ class Quieting(Protocol):
 class Transfers:
     """All flights and routes. Owned by the service; every call is on the event loop."""
 
-    def __init__(self, config: Config, send: Callable[[list[bytes]], bool]) -> None:
+    def __init__(self, config: Config, send: Callable[[list[bytes]], bool], counters: Counters) -> None:
         """``send`` puts a message on the control socket."""
         self.crews: dict[Rank, Crew] = {}
         self.flights: dict[int, Flight] = {}
         self.quieting: Quieting
         self.confirm_alive: Callable[[Rank], bool]
         self._send = send
+        self._counters = counters
         self._numbers = count(1)
         self._stalls: Watch[int] = Watch(config.handoff.stall_s, self._stalled)
         self._connects: Watch[Route] = Watch(config.peer.connect_s, self._connect_expired)
@@ -237,6 +240,11 @@ class Transfers:
             if route is not None and crew.worker.identity is not None:
                 # Its moves fail with its link; the answer to the fence connects it anew.
                 self.fence(route)
+
+    def reconfigure(self, config: Config) -> None:
+        """Use other bounds from now on, also for what is under way."""
+        self._stalls.rebound(config.handoff.stall_s)
+        self._connects.rebound(config.peer.connect_s)
 
     def close(self) -> None:
         """Stop all clocks."""
@@ -431,6 +439,9 @@ class Transfers:
         route.state = RouteState.UP
         route.failures = 0
         route.trouble = ""
+        self._counters.connects += 1
+        self._counters.reconnects += route.was_up
+        route.was_up = True
         self._connects.discard(route)
         for number in route.flights:
             self._stalls.sign(number)
@@ -449,12 +460,14 @@ class Transfers:
         route.trouble = message
         pause_s = RECONNECT_PAUSES_S[min(route.failures, len(RECONNECT_PAUSES_S) - 1)]
         route.failures += 1
+        self._counters.connect_failures += 1
         _log.warning("peer.connect_failed", peer=route.rank.name, error=message, retry_s=pause_s)
         if route.rank.alive:
             route.retry = asyncio.get_running_loop().call_later(pause_s, self._connect, route)
 
     def _connect_expired(self, route: Route) -> None:
         message = f"{route.name}: not connected within {self._connects.bound_s:g} s"
+        self._counters.connect_failures += 1
         _log.error("peer.connect_expired", peer=route.rank.name, worker=route.crew.worker.rank.name)
         for flight in list(route.flights.values()):
             flight.handoff.fail(Reason.CONNECT, message, route.rank.name)

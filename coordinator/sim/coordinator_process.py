@@ -40,6 +40,8 @@ class CoordinatorProcess:
         self._child: Child | None = None
         sockets: dict[str, Mapping[str, object]] = {
             "listen": {"control": [self.control], "outcomes": [f"ipc://{directory}/outcomes"]},
+            # Several coordinators may run on one host; who wants to look at this one chooses a port.
+            "http": {"address": ""},
             "log": {"format": "json"},
         }
         self.config_path.write_text(to_toml({**sockets, **tables}))

@@ -142,7 +142,8 @@ def serve(programs: Programs, directory: Path, more: str = "") -> Program:
     """Start a coordinator with its sockets in ``directory``."""
     path = directory / "coordinator.toml"
     path.write_text(
-        f'[listen]\ncontrol = ["ipc://{directory}/control"]\noutcomes = ["ipc://{directory}/outcomes"]\n{more}\n'
+        f'[listen]\ncontrol = ["ipc://{directory}/control"]\noutcomes = ["ipc://{directory}/outcomes"]\n'
+        f'[http]\naddress = ""\n{more}\n'
     )
     return programs.python("-m", "coordinator", "serve", "--config", str(path))
 

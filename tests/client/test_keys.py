@@ -19,6 +19,8 @@ CONFIG = """
 [listen]
 control = ["tcp://127.0.0.1:0"]
 outcomes = ["tcp://127.0.0.1:0"]
+[http]
+address = ""
 [backend]
 name = "loopback"
 [security]

@@ -39,6 +39,8 @@ CONFIG = """
 [listen]
 control = ["ipc://{directory}/control"]
 outcomes = ["ipc://{directory}/outcomes"]
+[http]
+address = ""
 [backend]
 name = "{backend}"
 [backend.options.loopback]

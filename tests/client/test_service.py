@@ -35,6 +35,8 @@ CONFIG = """
 [listen]
 control = ["ipc://{directory}/control"]
 outcomes = ["ipc://{directory}/outcomes"]
+[http]
+address = ""
 [backend]
 name = "loopback"
 [rank]

@@ -101,7 +101,8 @@ def test_every_shipped_configuration_can_be_used(path: Path) -> None:
             "[handof]\ndeadline_s = 60",
             (
                 "handof: unknown key; did you mean 'handoff'? accepted here: "
-                "service, listen, backend, handoff, peer, rank, release, limits, log, shutdown, security"
+                "service, listen, backend, handoff, peer, rank, release, limits, http, log, shutdown, "
+                "security"
             ),
         ),
         ("handoff = 3", "handoff: is 3, must be a table of keys"),

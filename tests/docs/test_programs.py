@@ -53,7 +53,8 @@ def test_both_sides_of_a_handoff(programs: Programs, short_dir: Path) -> None:
     coordinator = serve(
         programs,
         short_dir,
-        f'[listen]\ncontrol = ["ipc://{short_dir}/control"]\noutcomes = ["ipc://{short_dir}/outcomes"]\n',
+        f'[listen]\ncontrol = ["ipc://{short_dir}/control"]\noutcomes = ["ipc://{short_dir}/outcomes"]\n'
+        '[http]\naddress = ""\n',
     )
     started = {}
     for name in ("decode.py", "prefill.py"):

@@ -50,7 +50,10 @@ class Notebook:
         assert handoff.machine.state.terminal
         self.notes.append(f"late {type(event).__name__}")
 
-    def trail(self, handoff: Handoff, step: str) -> None:
+    def prefill_completed(self, handoff: Handoff) -> None:
+        """Not looked at."""
+
+    def all_moving(self, handoff: Handoff) -> None:
         """Not looked at."""
 
     async def make_quiet(self, handoff: Handoff) -> None:

@@ -66,6 +66,8 @@ def configuration(short_dir: Path) -> Path:
         [listen]
         control = ["ipc://{short_dir}/control"]
         outcomes = ["ipc://{short_dir}/outcomes"]
+        [http]
+        address = ""
         [release]
         settle_s = 0.2
         drain_s = 0.0
@@ -318,6 +320,8 @@ def test_over_tcp_only_who_has_the_right_keys_is_let_in(
         [listen]
         control = ["tcp://127.0.0.1:0"]
         outcomes = ["tcp://127.0.0.1:0"]
+        [http]
+        address = ""
         [security]
         server_key = "{server_secret}"
         client_keys = "{clients}"
