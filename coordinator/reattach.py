@@ -281,7 +281,7 @@ class Reattach:
                 handoff.machine.attempt = max(handoff.machine.attempt, ended.attempt + 1)
                 handoff.fail(Reason.COORDINATOR_RESTARTED, LOST)
                 return
-            self._rooms.withdraw(handoff)
+            self._rooms.withdraw(handoff, ended.failure)
         self._rooms.adopt(group, room, ended)
 
     def _correct(self, room: int, unaware: Role) -> None:

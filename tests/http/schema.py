@@ -14,8 +14,8 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "null": (type(None),),
 }
 _KNOWN: Final = {
-    "$ref", "anyOf", "type", "properties", "required", "items", "additionalProperties", "title", "description",
-    "default", "enum",
+    "$ref", "additionalProperties", "anyOf", "default", "description", "enum", "items", "properties",
+    "required", "title", "type",
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +12,7 @@ from coordinator.config import Http
 from coordinator.http.server import HttpServer
 from coordinator.reload import Reload
 from tests.service.stage import Stage, config
+from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -90,10 +90,8 @@ async def in_every_state(stage: Stage) -> dict[str, int]:
         rank.send_pages(rooms["moving"], 1)
         rank.send_pages(rooms["held"], 2)
     prefill[0].send_pages(rooms["waiting"], 3)
-    moving = stage.service.rooms
-    async with asyncio.timeout(10):
-        while moving.moving < 2 or len(moving.active) < 4:
-            await asyncio.sleep(0.01)
+    seen = stage.service.rooms
+    await eventually_async(lambda: seen.moving == 2 and len(seen.active) == 4)
     prefill[0].cancel(rooms["held"], "the user is gone")
     prefill[0].open_room(rooms["refused"])
     prefill[1].cancel(rooms["refused"], "never mind")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.http.routes import TABLE
+from coordinator.http.routes import SECRET, TABLE
 from coordinator.messages import Offer, Role
 from tests.http.schema import mistakes
 from tests.http.served import in_every_state, served
-from tests.service.peers import pages
+from tests.service.peers import LAYOUT, pages
 from tests.service.stage import config
 from tests.support.waiting import eventually_async
 
@@ -101,7 +101,7 @@ async def test_moves_under_way_are_shown_with_their_links() -> None:
     async with served() as it:
         rooms = await in_every_state(it.stage)
         story = await it.get(f"/v1/handoffs/{rooms['moving']}")
-        page_bytes = it.stage.service.membership.groups["p"].page_bytes
+        page_bytes = LAYOUT.planes * LAYOUT.page_bytes(2)
         assert [(m["link"], m["link_state"], m["size_bytes"]) for m in story["moves"]] == [
             ("p/0 -> d/0", "up", page_bytes),
             ("p/1 -> d/1", "up", page_bytes),
@@ -213,6 +213,6 @@ async def test_the_configuration_is_shown_without_its_secrets() -> None:
     async with served(settings) as it:
         shown = await it.get("/v1/config")
         assert secret not in str(shown)
-        assert shown["http"]["token"] == "(secret)"
-        assert shown["backend"]["options"]["nixl"] == {"api_key": "(secret)", "threads": 2}
+        assert shown["http"]["token"] == SECRET
+        assert shown["backend"]["options"]["nixl"] == {"api_key": SECRET, "threads": 2}
         assert shown["handoff"]["deadline_s"] == 300.0

@@ -14,6 +14,7 @@ from coordinator.metrics import TABLE, Histogram
 from coordinator.reasons import Reason
 from tests.http.served import in_every_state, served
 from tests.service.chaos import Chaos
+from tests.service.peers import LAYOUT
 from tests.service.stage import VirtualStage, virtual_time
 from tests.service.test_chaos import BOUNDS
 
@@ -71,7 +72,7 @@ async def test_a_handoff_counts_once_whatever_the_number_of_its_ranks() -> None:
             "open": 1,
             "waiting": 1,
         }
-        page_bytes = it.stage.service.membership.groups["p"].page_bytes
+        page_bytes = LAYOUT.planes * LAYOUT.page_bytes(2)
         assert value(families, "quarantined_bytes") == 2 * page_bytes
         assert value(families, "broadcast_head", group="p") == 3
         assert value(families, "broadcast_lag_events", group="p") >= 0
