@@ -2,7 +2,7 @@
 
 A write is cut into pieces, each a contiguous run. The engine has at most ``LANES`` of them at a time,
 of the link's transfers in turn; the link gives it the next when one has ended. Whoever polls any
-transfer of the link does that for all of them.
+transfer of the link does that for all of them: the next poll of another one costs nothing.
 
 When a piece fails, the engine does not say why. So the link asks the peer (see
 ``backends.mooncake_presence``). An answer means that the write alone failed; none, or the news that
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 class MooncakeTransfer(Transfer):
     """A write: pieces that wait, and pieces that the engine has."""
 
-    __slots__ = ("_link", "broken", "in_engine", "pieces", "waiting")
+    __slots__ = ("_link", "asked", "broken", "in_engine", "pieces", "waiting")
 
     def __init__(self, link: MooncakeLink, pieces: Iterator[Piece]) -> None:
         """Nothing is posted yet."""
@@ -80,6 +80,8 @@ class MooncakeTransfer(Transfer):
         # Whether pieces are left.
         self.waiting = True
         self.in_engine = 0
+        # It was polled since the engine was last asked, so it is what the engine is asked for next time.
+        self.asked = True
         # A piece has failed.
         self.broken = False
 
@@ -153,10 +155,15 @@ class MooncakeLink(Link):
         with self._lock:
             if transfer.settled:
                 return
+            if not transfer.asked:
+                # As of the poll of another transfer, just now.
+                transfer.asked = True
+                return
             try:
                 self._advance()
             except BackendError as error:
                 self._lose(str(error))
+            transfer.asked = True
 
     def fence(self) -> None:
         """See ``Link.fence``."""
@@ -185,6 +192,8 @@ class MooncakeLink(Link):
 
     def _advance(self) -> None:
         """Ask the engine after all that it has, act on it, and give it more."""
+        for transfer in self._moving:
+            transfer.asked = False
         ended = self._sweep()
         if ended or self._question or time.monotonic() - self._looked_s > _LOOK_S:
             self._look()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from coordinator.messages import MoveSettled
 from tests.service.peers import LAYOUT
 from tests.service.stage import VirtualStage, config, virtual_time
 from tests.support.logs import capture
@@ -40,3 +43,42 @@ async def test_left_out_the_budget_is_a_tenth_of_the_pools() -> None:
         pools = [rank.hello.pool.size_bytes for rank in stage.service.transfers.crews]
         assert len(pools) == 2
         assert stage.service._quarantine_budget() == sum(pools) // 10
+
+
+@virtual_time
+async def test_pages_count_until_both_sides_are_quiet_and_nothing_else_is_held_up() -> None:
+    """Only what may still move counts; past the budget, others are served and nobody's pages are freed."""
+    settings = config(release={"quarantine_bytes": 1, "settle_s": 1000.0, "drain_s": 2.0})
+    async with VirtualStage(settings) as stage:
+        (prefill,), (decode,), (worker,) = await stage.pair(auto=False)
+        worker.connect_all()
+        page_bytes = LAYOUT.pool_bytes(1, 1)
+        quarantine = stage.service.quarantine
+        decode.offer(1, 1, 2)
+        prefill.send_pages(1, 1, last=False)
+        worker.done(await worker.move(0))
+        prefill.send_pages(1, 2)
+        doomed = await worker.move(1)
+        decode.cancel(1)
+        await prefill.failure(1)
+        assert quarantine.held_bytes == page_bytes
+        assert quarantine.trouble
+
+        # A failure is no proof of quiet, nor does time prove anything; and others are served.
+        worker.failed(doomed, "transport", settled=False)
+        await asyncio.sleep(900)
+        decode.offer(2, 3)
+        prefill.send_pages(2, 3)
+        worker.done(await worker.move(2))
+        assert (await decode.outcome(2)).succeeded
+        assert not prefill.released(1)
+        assert quarantine.held_bytes == page_bytes
+
+        # The source is quiet; the destination only after the drain.
+        worker.report(MoveSettled(doomed.move))
+        await prefill.release(1)
+        assert not decode.released(1)
+        assert quarantine.held_bytes == page_bytes
+        assert quarantine.trouble
+        await decode.release(1)
+        assert (quarantine.held_bytes, quarantine.trouble) == (0, "")
