@@ -5,7 +5,7 @@ from coordinator.client.pool import KVPool
 from coordinator.client.rank import DecodeRank, PrefillRank
 from coordinator.client.settings import ClientSettings
 from coordinator.client.standing import RankState
-from coordinator.layout import Layout
+from coordinator.layout import Extra, Layout
 from coordinator.messages import Outcome, Refused, Released
 from coordinator.reasons import Failure, Fault, Reason
 
@@ -13,6 +13,7 @@ __all__ = [
     "ClientSettings",
     "DecodeRank",
     "Endpoint",
+    "Extra",
     "Failure",
     "Fault",
     "KVPool",

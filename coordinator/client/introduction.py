@@ -51,6 +51,14 @@ def introduction(
     if not 0 <= rank < world_size:
         message = f"rank is {rank}, must be from 0 to world_size - 1, which is {world_size - 1}"
         raise ProtocolError(message)
+    pool.check_open()
+    needed = pool.layout.pool_bytes(pool.pages, world_size, rank)
+    if pool.size_bytes != needed:
+        message = (
+            f"the pool has {pool.size_bytes} bytes, but {pool.pages} pages of rank {rank} need {needed}: its "
+            f"pipeline stage has another number of layers; give KVPool.allocate the rank"
+        )
+        raise PoolError(message)
     return _checked(
         Hello(
             version=VERSION,
@@ -62,7 +70,7 @@ def introduction(
             process=_this_process(),
             backend="" if endpoint is None else endpoint.name,
             layout=pool.layout,
-            pool=Pool(pool.path, pool.tensor.nbytes, pool.pages),
+            pool=Pool(pool.path, pool.size_bytes, pool.pages),
             endpoint=b"" if endpoint is None else endpoint.address,
             transport=address.partition("://")[0][:16],
         )

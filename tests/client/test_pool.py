@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 import torch
 
 from coordinator.client import KVPool, Layout
 from coordinator.client import segment as segments
+from coordinator.client.introduction import introduction
 from coordinator.client.segment import Segment
 from coordinator.errors import LayoutError, PoolError
+from coordinator.layout import Extra
+from coordinator.messages import Role
 from coordinator.worker.memory import MappedPool
 from coordinator.worker.settings import is_pool_path, new_pool_path
 from tests.client.peer import LAYOUT
@@ -258,3 +262,32 @@ def _is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def test_a_pool_of_a_stage_has_its_layers_and_extras_lie_behind_k_and_v() -> None:
+    layout = msgspec.structs.replace(
+        LAYOUT,
+        layers=3,
+        stages=(1, 2),
+        extras=(Extra("k_scale", 1, "float32"), Extra("v_scale", 1, "float32")),
+    )
+    with KVPool.allocate(layout, 8, world_size=4, rank=3) as pool:
+        # 2 of 3 layers, 2 of 4 heads, 4 tokens: 8 values of 2 bytes a head, and a scale of 4 bytes.
+        assert pool.tensor.shape == (4, 8, 4 * 2 * 8 * 2)
+        assert [extra.shape for extra in pool.extras] == [(2, 8, 4 * 2 * 4)] * 2
+        assert pool.size_bytes == layout.pool_bytes(8, 4, 3) == Path(pool.path).stat().st_size
+        pool.extras[1][1, 7, 31] = 42
+        assert Path(pool.path).read_bytes()[-1] == 42
+        with pytest.raises(
+            PoolError, match="5120 bytes, but 8 pages of rank 0 need 2560: its pipeline stage"
+        ):
+            introduction(Role.PREFILL, "ipc:///x", "p", 0, 4, pool)
+        assert introduction(Role.PREFILL, "ipc:///x", "p", 2, 4, pool).pool.size_bytes == pool.size_bytes
+    with pytest.raises(PoolError, match="closed"):
+        _ = pool.extras
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_not_there_has_no_pool(rank: int) -> None:
+    with pytest.raises(PoolError, match=f"rank is {rank}, must be from 0 to world_size - 1, which is 3"):
+        KVPool.allocate(LAYOUT, 8, world_size=4, rank=rank)
