@@ -82,6 +82,10 @@ def demo(
     backend: Annotated[DemoBackend, typer.Option(help="What moves the pages.")] = DemoBackend.LOOPBACK,
     prefill_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of the prefill engine.")] = 2,
     decode_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of the decode engine.")] = 2,
+    layout: Annotated[
+        str,
+        typer.Option(metavar="LAYOUT", help="Pages of this model, by name or .toml file; else small ones."),
+    ] = "",
     handoffs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="How many requests are handed over.")
     ] = 200,
@@ -101,11 +105,36 @@ def demo(
         backend=backend.value,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
+        layout=layout,
         handoffs=handoffs,
         kill_coordinator=kill_coordinator,
         json_path=json,
     )
     raise typer.Exit(show.run(options))
+
+
+@app.command(epilog="Exit codes: 0 shown; 2 these engines cannot hand over to one another.")
+def plan(
+    *,
+    prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="A model by name, or a .toml file.")],
+    prefill_tp: Annotated[int, typer.Option(min=1, max=1024, help="TP ranks in each stage of prefill.")] = 1,
+    prefill_pp: Annotated[int, typer.Option(min=1, max=64, help="Pipeline stages of prefill.")] = 1,
+    decode: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="The same for decode; left out: as prefill.")
+    ] = "",
+    decode_tp: Annotated[int, typer.Option(min=1, max=1024, help="TP ranks in each stage of decode.")] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, max=64, help="Pipeline stages of decode.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=2**31, help="Tokens in the prompt.")] = 8192,
+) -> None:
+    """Show what a handoff between two engines amounts to: legs, bytes, descriptors; or why there is none."""
+    from rich.console import Console
+
+    from coordinator import presets, sizing_display
+    from coordinator.sizing import Side
+
+    source = Side(presets.staged(presets.load(prefill), prefill_pp), prefill_tp * prefill_pp)
+    target = Side(presets.staged(presets.load(decode or prefill), decode_pp), decode_tp * decode_pp)
+    raise typer.Exit(OK if sizing_display.show(Console(), source, target, tokens) else UNUSABLE)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from coordinator.sim.wire import Ready, decode_reports, encode
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from coordinator.layout import Layout
     from coordinator.messages import Role
     from coordinator.sim.child import Child
     from coordinator.sim.options import ClusterOptions
@@ -93,8 +94,8 @@ class Cluster:
     def _reports_address(self) -> str:
         return f"ipc://{self.directory}/reports"
 
-    def add(self, role: Role, name: str, world_size: int) -> EngineGroup:
-        """Start an engine; ``wait_ready`` waits for it.
+    def add(self, role: Role, name: str, world_size: int, layout: Layout | None = None) -> EngineGroup:
+        """Start an engine, of the options' layout if none is given; ``wait_ready`` waits for it.
 
         Raises:
             SimulationError: the name is taken, or a process cannot be started.
@@ -112,7 +113,7 @@ class Cluster:
             reports=self._reports_address,
             directory=str(self.directory),
             backend=self.options.backend,
-            layout=self.options.layout,
+            layout=layout or self.options.layout,
             pages=self.options.pages,
             options=dict(self.options.options),
             step_s=self.options.step_s,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from coordinator.messages import Outcome
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
     from coordinator.sim.wire import Request
 
 
@@ -28,10 +28,10 @@ class DecodeEngine(Engine):
     """Receives, checks, and gives the pages back; it generates nothing."""
 
     def __init__(
-        self, client: DecodeClient, words: Words, rank: int, sabotage: Sabotage = Sabotage.NONE
+        self, client: DecodeClient, sections: list[Section], sabotage: Sabotage = Sabotage.NONE
     ) -> None:
         """Start without rooms."""
-        super().__init__(client, words, rank, sabotage)
+        super().__init__(client, sections, sabotage)
         self._decode = client
 
     def _announce(self, request: Request) -> None:
@@ -68,5 +68,5 @@ class DecodeEngine(Engine):
             return request.pages
         if self._sabotage is Sabotage.CORRUPT_PAGE:
             self._sabotage = Sabotage.NONE
-            self._words[-1, pages[-1], -1] ^= 1
+            self._sections[-1].words[-1, pages[-1], -1, -1, -1] ^= 1
         return int(self._pattern.wrong(pages, request.room, request.generation).size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,9 @@ from rich.console import Console
 
 from backends import registry
 from backends.base import BackendUnavailableError
+from backends.memory import SHM_DIRECTORY
+from coordinator import presets
+from coordinator.errors import ConfigError, LayoutError
 from coordinator.messages import Role
 from coordinator.sim.cluster import Cluster
 from coordinator.sim.display import Display, show
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from coordinator.layout import Layout
     from coordinator.sim.engine import Sabotage
     from coordinator.sim.summary import Summary
 
@@ -33,6 +38,10 @@ _ALL_IS_WELL: Final = 0
 _FAILED: Final = 1
 _UNUSABLE: Final = 2
 _INTERRUPTED: Final = 130
+#: Pages of a pool: at most so many and, unless that is too few, at most so many bytes.
+_MOST_PAGES: Final = 512
+_FEWEST_PAGES: Final = 16
+_POOL_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class DemoOptions:
         backend: what moves the pages.
         prefill_tp: ranks of the prefill engine.
         decode_tp: ranks of the decode engine.
+        layout: name or file of a layout, see ``coordinator.presets``; empty: a small one of our own.
         handoffs: how many requests are handed over.
         kill_coordinator: kill the coordinator in the middle, instead of decode.
         json_path: where the result is written as JSON, too.
@@ -54,6 +64,7 @@ class DemoOptions:
     backend: str = "nixl"
     prefill_tp: int = 2
     decode_tp: int = 2
+    layout: str = ""
     handoffs: int = 200
     kill_coordinator: bool = False
     json_path: Path | None = None
@@ -89,25 +100,65 @@ def run(options: DemoOptions) -> int:
 
 def _refusal(options: DemoOptions) -> str:
     """Say in a sentence why this cannot be shown; empty when it can."""
-    if options.prefill_tp != options.decode_tp:
-        return (
-            f"Prefill with {options.prefill_tp} ranks and decode with {options.decode_tp}: engines of "
-            "unequal size cannot hand over to one another yet; give both the same number."
-        )
     if options.json_path is not None and not options.json_path.absolute().parent.is_dir():
         return f"The result cannot be written to {options.json_path}: there is no such directory."
     try:
         registry.load(options.backend)
-    except BackendUnavailableError as error:
+        _layout(options)
+    except (BackendUnavailableError, ConfigError, LayoutError) as error:
         return f"{error}."
     return ""
 
 
+def _layout(options: DemoOptions) -> Layout:
+    """Choose the layout of both engines.
+
+    Raises:
+        ConfigError: there is no such layout.
+        LayoutError: it is impossible for one of them.
+
+    """
+    if not options.layout:
+        return small_layout(options.prefill_tp, options.decode_tp)
+    layout = presets.load(options.layout)
+    for side, world_size in (("prefill", options.prefill_tp), ("decode", options.decode_tp)):
+        try:
+            layout.check(world_size)
+        except LayoutError as error:
+            message = f"The layout {options.layout} is impossible for {side}: {error}"
+            raise LayoutError(message) from error
+    return layout
+
+
+def _pages(options: DemoOptions, layout: Layout) -> int:
+    """Choose how many pages each pool has: as many as are small enough for a demo.
+
+    Raises:
+        SimulationError: there is not enough shared memory for the fewest that make sense.
+
+    """
+    worlds = (options.prefill_tp, options.decode_tp)
+    page_bytes = [layout.pool_bytes(1, world, rank) for world in worlds for rank in range(world)]
+    found = os.statvfs(SHM_DIRECTORY)
+    free_bytes = found.f_bavail * found.f_frsize
+    # A little is left for others.
+    pages = min(_MOST_PAGES, max(_FEWEST_PAGES, _POOL_BYTES // max(page_bytes)))
+    pages = min(pages, free_bytes * 9 // 10 // sum(page_bytes))
+    if pages < _FEWEST_PAGES:
+        message = (
+            f"{SHM_DIRECTORY} has {free_bytes} bytes free, {_FEWEST_PAGES} pages of {len(page_bytes)} ranks "
+            f"take {_FEWEST_PAGES * sum(page_bytes)}; choose a smaller layout or fewer ranks"
+        )
+        raise SimulationError(message)
+    return pages
+
+
 def _drive(options: DemoOptions, console: Console) -> Summary:
-    world_size = options.prefill_tp
+    layout = _layout(options)
     cluster_options = ClusterOptions(
         backend=options.backend,
-        layout=small_layout(world_size),
+        layout=layout,
+        pages=_pages(options, layout),
         sabotage=options.sabotage,
         # Rooms of which one side alone knows are judged when this is over: nobody wants to watch 10 s.
         coordinator={"rank": {"reattach_s": 3.0}} if options.kill_coordinator else {},
@@ -122,7 +173,7 @@ def _drive(options: DemoOptions, console: Console) -> Summary:
     with Cluster(cluster_options) as cluster, Display(console, options.handoffs) as display:
         display.tell(
             f"A coordinator, a prefill engine of {options.prefill_tp} ranks and a decode engine of "
-            f"{options.decode_tp} ranks are started; pages travel by {options.backend}."
+            f"{options.decode_tp} ranks are started; pages{_of(options)} travel by {options.backend}."
         )
         prefill = cluster.add(Role.PREFILL, "prefill-0", options.prefill_tp)
         decode = cluster.add(Role.DECODE, "decode-0", options.decode_tp)
@@ -132,6 +183,10 @@ def _drive(options: DemoOptions, console: Console) -> Summary:
             cluster, prefill, decode, drive_options, display.tell, lambda: display.tick(cluster.book)
         )
         return drive.run()
+
+
+def _of(options: DemoOptions) -> str:
+    return f" of {options.layout}" if options.layout else ""
 
 
 @contextmanager

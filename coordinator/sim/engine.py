@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from coordinator.messages import Event, Refused
     from coordinator.reasons import Failure
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
     from coordinator.sim.wire import Report, Request, Step
 
     Pages = NDArray[np.int32]
@@ -104,12 +104,12 @@ class Work:
 class Engine(ABC):
     """What both roles have in common."""
 
-    def __init__(self, client: Client, words: Words, rank: int, sabotage: Sabotage = Sabotage.NONE) -> None:
-        """Start without rooms. ``words`` is the pool, as ``pattern.words_of`` shows it."""
+    def __init__(self, client: Client, sections: list[Section], sabotage: Sabotage = Sabotage.NONE) -> None:
+        """Start without rooms. ``sections`` are the pool, as ``pattern.sections_of`` shows it."""
         self._client = client
-        self._words = words
-        self._allocator = PageAllocator(words.shape[1])
-        self._pattern = Pattern(words, rank)
+        self._sections = sections
+        self._allocator = PageAllocator(sections[0].words.shape[1])
+        self._pattern = Pattern(sections)
         self._digest = RollingDigest()
         self._sabotage = sabotage
         self._step = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ class ClusterOptions:
 
     Attributes:
         backend: name of the transfer backend.
-        layout: of every pool.
+        layout: of every pool, unless an engine is added with another one.
         pages: in every rank's pool.
         step_s: how long a step of prefill takes at least.
         ready_timeout_s: bound of the start.
@@ -45,9 +46,9 @@ class ClusterOptions:
     program: str = "coordinator.sim.rank"
 
 
-def small_layout(world_size: int) -> Layout:
-    """Lay out pages of 16 KiB on each rank (8 planes of 2 KiB), however many ranks there are.
+def small_layout(*world_sizes: int) -> Layout:
+    """Lay out pages of 16 KiB (8 planes of 2 KiB) on each rank of the largest of such engines.
 
     512 of them are 8 MiB: four ranks fit into the 64 MiB of shared memory that a container has.
     """
-    return Layout(layers=4, page_tokens=16, kv_heads=world_size, head_size=64, dtype="bfloat16")
+    return Layout(layers=4, page_tokens=16, kv_heads=math.lcm(*world_sizes), head_size=64, dtype="bfloat16")

@@ -1,44 +1,75 @@
-"""What stands in the pages: contents that only one page in the world may have.
+"""What stands in the pages: contents that only one place in the world may have.
 
-Every 64-bit word of a page depends on the room, its generation (how often that room was used),
-the position of the page in the room, the plane, the TP rank and the place in the page. So a page
-that is missing, stale, foreign, shifted or torn is found, wherever it comes from.
-
-A pool is seen as uint64 of shape (planes, pages, words of a page).
+Every word of a page depends on the room, its generation (how often that room was used), the position of
+the page in the room, the plane, the row, the head and the place in the head; planes and heads are counted
+over the whole model. So a page, or a part of one, that is missing, stale, foreign, shifted or torn is
+found, wherever it comes from; and engines of unequal size have the same contents.
 """
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from coordinator.sim.errors import SimulationError
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
+
+    from coordinator.layout import Layout
 
     Pages = NDArray[np.int32]
-    Words = NDArray[np.uint64]
+    Keys = NDArray[np.uint64]
 
-WORD_BYTES = 8
+Words = NDArray[np.unsignedinteger]
+
+_WIDEST = 8
 #: Odd, so that its multiples do not repeat within 2**64.
-_STRIDE = 0x9E3779B97F4A7C15
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
 _PLANE_SHIFT = np.uint64(32)
+#: Sections are told apart by the highest bits of a plane's number.
+_SECTION_SHIFT = 28
 
 
-def words_of(memory: NDArray[np.uint8], planes: int, pages: int) -> Words:
-    """See a pool's bytes (one dimension) as uint64 of shape (planes, pages, words of a page), without a copy.
+class Section(NamedTuple):
+    """A section of a pool.
 
-    Raises:
-        SimulationError: a page is no whole number of words.
+    Attributes:
+        words: unsigned integers of shape (planes, pages, rows, heads, words of a head), a view.
+        planes: the planes' numbers, over the whole model and all sections.
+        places: of each word within the page of a model with all heads, shape (rows, heads, words).
 
     """
-    if memory.size % (planes * pages * WORD_BYTES):
-        message = f"{memory.size} bytes are not {planes} x {pages} pages of whole {WORD_BYTES}-byte words"
-        raise SimulationError(message)
-    return memory.view(np.uint64).reshape(planes, pages, -1)
+
+    words: Words
+    planes: Keys
+    places: Keys
+
+
+def sections_of(
+    buffers: Sequence[NDArray[np.uint8]], layout: Layout, world_size: int, rank: int, pages: int
+) -> list[Section]:
+    """See a rank's pool, which is a buffer of bytes for each section of the layout, as words."""
+    share = layout.share(world_size, rank)
+    found = []
+    for number, (buffer, section) in enumerate(zip(buffers, layout.sections, strict=True)):
+        width = math.gcd(section.head_bytes, _WIDEST)
+        count = section.head_bytes // width
+        planes = share.layers * section.planes
+        shape = (planes, pages, section.rows, share.heads, count)
+        first_plane = (number << _SECTION_SHIFT) + share.first_layer * section.planes
+        places = np.arange(section.rows * layout.kv_heads * count, dtype=np.uint64)
+        heads = slice(share.first_head, share.first_head + share.heads)
+        found.append(
+            Section(
+                buffer.reshape(-1).view(f"u{width}").reshape(shape),
+                np.arange(first_plane, first_plane + planes, dtype=np.uint64),
+                places.reshape(section.rows, layout.kv_heads, count)[:, heads],
+            )
+        )
+    return found
 
 
 def aux_of(room: int, generation: int) -> bytes:
@@ -49,38 +80,42 @@ def aux_of(room: int, generation: int) -> bytes:
 class Pattern:
     """Writes and checks the pages of one rank's pool."""
 
-    def __init__(self, words: Words, rank: int) -> None:
-        """Remember the pool, as ``words_of`` shows it, and whose it is."""
-        self._words = words
-        self._rank = rank
-        planes, _, page_words = words.shape
-        self._planes = np.arange(planes, dtype=np.uint64)[:, None] << _PLANE_SHIFT
-        self._ramp = np.arange(page_words, dtype=np.uint64) * np.uint64(_STRIDE)
+    def __init__(self, sections: list[Section]) -> None:
+        """Remember the pool, as ``sections_of`` shows it."""
+        self._sections = [(words, planes, places * _STRIDE) for words, planes, places in sections]
 
     def fill(self, pages: Pages, room: int, generation: int, first: int = 0) -> None:
         """Write ``pages``, which are the room's positions ``first``, ``first + 1`` ... in order."""
-        keys = self._keys(room, generation, first, pages.size)
-        for plane, plane_keys in zip(self._words, keys, strict=True):
-            plane[pages] = plane_keys[:, None] + self._ramp
+        for words, planes, ramp in self._sections:
+            for plane, keys in zip(words, keys_of(planes, room, generation, first, pages.size), strict=True):
+                plane[pages] = contents(keys, ramp, plane.dtype)
 
     def wrong(self, pages: Pages, room: int, generation: int) -> Pages:
         """Which of the room's positions (int32, ascending) do not hold what they must, in any plane."""
-        keys = self._keys(room, generation, 0, pages.size)
         bad = np.zeros(pages.size, dtype=np.bool_)
-        # One plane at a time bounds the memory needed for the copies.
-        for plane, plane_keys in zip(self._words, keys, strict=True):
-            bad |= (plane[pages] != plane_keys[:, None] + self._ramp).any(axis=1)
+        for words, planes, ramp in self._sections:
+            # One plane at a time bounds the memory needed for the copies.
+            for plane, keys in zip(words, keys_of(planes, room, generation, 0, pages.size), strict=True):
+                bad |= (plane[pages] != contents(keys, ramp, plane.dtype)).any(axis=(1, 2, 3))
         return np.flatnonzero(bad).astype(np.int32)
 
-    def _keys(self, room: int, generation: int, first: int, count: int) -> Words:
-        """One key for each plane and position, shape (planes, count); all differ within a room."""
-        text = b"%d/%d/%d" % (room, generation, self._rank)
-        seed = int.from_bytes(blake2b(text, digest_size=8, person=b"page").digest(), "little")
-        positions = np.arange(first, first + count, dtype=np.uint64)
-        return _mix((self._planes + positions) * np.uint64(_STRIDE) + np.uint64(seed))
+
+def keys_of(planes: Keys, room: int, generation: int, first: int, count: int) -> Keys:
+    """One key for each plane and position, shape (planes, count); all differ within a room."""
+    text = b"%d/%d" % (room, generation)
+    seed = int.from_bytes(blake2b(text, digest_size=8, person=b"page").digest(), "little")
+    positions = np.arange(first, first + count, dtype=np.uint64)
+    return _mix(((planes[:, None] << _PLANE_SHIFT) + positions) * _STRIDE + np.uint64(seed))
 
 
-def _mix(values: Words) -> Words:
+def contents(keys: Keys, ramp: Keys, kind: np.dtype[np.unsignedinteger]) -> Words:
+    """What the pages of one plane hold: shape (pages, rows, heads, words)."""
+    values = keys[:, None, None, None] + ramp
+    # Narrow words have only the low bits, which must depend on all others then.
+    return values if kind.itemsize == _WIDEST else _mix(values).astype(kind)
+
+
+def _mix(values: Keys) -> Keys:
     """Scatter 64-bit values one to one (the finish of the splitmix64 generator)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from coordinator.messages import Outcome
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
     from coordinator.sim.wire import Request
 
 
@@ -32,10 +32,10 @@ class PrefillEngine(Engine):
     """Every step computes a part of a chunk of each room that has pages."""
 
     def __init__(
-        self, client: PrefillClient, words: Words, rank: int, sabotage: Sabotage = Sabotage.NONE
+        self, client: PrefillClient, sections: list[Section], rank: int, sabotage: Sabotage = Sabotage.NONE
     ) -> None:
         """Start without rooms."""
-        super().__init__(client, words, rank, sabotage)
+        super().__init__(client, sections, sabotage)
         self._prefill = client
         self._rank = rank
         self._computing: dict[int, Work] = {}

@@ -23,7 +23,7 @@ from coordinator.sim.decode import DecodeEngine
 from coordinator.sim.engine import Sabotage
 from coordinator.sim.errors import SimulationError
 from coordinator.sim.lockstep import HEARTBEAT_S, StepReceiver, StepSender, step_address
-from coordinator.sim.pattern import words_of
+from coordinator.sim.pattern import sections_of
 from coordinator.sim.prefill import PrefillEngine
 from coordinator.sim.wire import Cancel, Finish, Ready, Reports, Step, Submit, decode_command, encode
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from coordinator.sim.decode import DecodeClient
     from coordinator.sim.engine import Engine
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
     from coordinator.sim.prefill import PrefillClient
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import Command, Report
@@ -88,8 +88,8 @@ class Mailbox:
 class Engines:
     """Who plays the two roles."""
 
-    prefill: Callable[[PrefillClient, Words, int, Sabotage], Engine] = PrefillEngine
-    decode: Callable[[DecodeClient, Words, int, Sabotage], Engine] = DecodeEngine
+    prefill: Callable[[PrefillClient, list[Section], int, Sabotage], Engine] = PrefillEngine
+    decode: Callable[[DecodeClient, list[Section], Sabotage], Engine] = DecodeEngine
 
 
 def run(settings: RankSettings, engines: Engines = Engines()) -> int:
@@ -112,7 +112,9 @@ def _run(settings: RankSettings, engines: Engines, cleanup: ExitStack) -> None:
     if settings.rank:
         address = step_address(settings.directory, settings.group, settings.rank)
         follower = cleanup.enter_context(StepReceiver(address, settings.step_timeout_s))
-    pool = cleanup.enter_context(KVPool.allocate(settings.layout, settings.pages, settings.world_size))
+    pool = cleanup.enter_context(
+        KVPool.allocate(settings.layout, settings.pages, settings.world_size, rank=settings.rank)
+    )
     engine, client = _connect(settings, engines, pool, cleanup)
     client.wait_ready(settings.ready_timeout_s)
     mailbox.report([Ready(os.getpid(), pool.path, pool.size_bytes, time.monotonic() - began_s)])
@@ -129,8 +131,8 @@ def _run(settings: RankSettings, engines: Engines, cleanup: ExitStack) -> None:
 def _connect(
     settings: RankSettings, engines: Engines, pool: KVPool, cleanup: ExitStack
 ) -> tuple[Engine, PrefillRank | DecodeRank]:
-    memory = pool.tensor.numpy().reshape(-1)
-    words = words_of(memory, settings.layout.planes, settings.pages)
+    buffers = [tensor.numpy() for tensor in (pool.tensor, *pool.extras)]
+    sections = sections_of(buffers, settings.layout, settings.world_size, settings.rank, settings.pages)
     sabotage = settings.sabotage if settings.rank == settings.sabotage_rank else Sabotage.NONE
     if settings.role is Role.PREFILL:
         prefill = PrefillRank.connect(
@@ -141,7 +143,7 @@ def _connect(
             pool=pool,
         )
         cleanup.callback(prefill.close)
-        return engines.prefill(prefill, words, settings.rank, sabotage), prefill
+        return engines.prefill(prefill, sections, settings.rank, sabotage), prefill
     endpoint = cleanup.enter_context(Endpoint(pool, settings.backend, settings.options))
     decode = DecodeRank.connect(
         settings.control,
@@ -151,7 +153,7 @@ def _connect(
         endpoint=endpoint,
     )
     cleanup.callback(decode.close)
-    return engines.decode(decode, words, settings.rank, sabotage), decode
+    return engines.decode(decode, sections, sabotage), decode
 
 
 def _lead(

@@ -124,9 +124,7 @@ def summarize(
         unresolved=len(book.open),
         corrupt_pages=corrupt,
         bytes_moved=sum(_moved_pages(handoff) for handoff in good)
-        * layout.page_bytes(world_size)
-        * layout.planes
-        * world_size,
+        * sum(layout.pool_bytes(1, world_size, rank) for rank in range(world_size)),
         seconds=times.end_s - times.begin_s,
         p50_ms=None if p50 is None else p50 * 1000,
         p99_ms=None if p99 is None else p99 * 1000,

@@ -50,7 +50,7 @@ def test_the_installed_command_is_the_same() -> None:
     assert done.stdout == command("version").stdout
 
 
-@pytest.mark.parametrize("name", ["serve", "check", "demo"])
+@pytest.mark.parametrize("name", ["serve", "check", "demo", "plan"])
 def test_help_tells_the_exit_codes(name: str) -> None:
     done = command(name, "--help")
     assert done.returncode == 0
@@ -136,6 +136,36 @@ def test_an_error_of_ours_is_a_sentence_and_not_a_traceback(
         cli.main()
     assert ended.value.code == 1
     assert capsys.readouterr().err == "kv-coordinator: the worker does not obey; restart it\n"
+
+
+def test_plan_shows_legs_bytes_and_descriptors() -> None:
+    done = command(
+        "plan", "--prefill", "Llama-3.1-8B", "--prefill-tp", "2", "--decode-tp", "4", "--tokens", "100"
+    )
+    assert done.returncode == 0
+    text = words(done.stdout)
+    assert "100 tokens is 7 pages of 16 tokens, over 4 legs" in text
+    # 32 layers, K and V, 16 tokens, 2 heads of 256 bytes; 7 pages.
+    assert f"1 3 0-31 6-7 {32 * 2 * 16 * 512 * 7:,}" in text
+    assert f"prefill 0 sends {32 * 2 * 16 * 1024 * 7:,} {2 * 32 * 2 * 16 * 7:,}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--prefill", "DeepSeek-V3", "--decode", "Llama-3.1-8B"), "layers: prefill has 61, decode has 32"),
+        (
+            ("--prefill", "Qwen3-235B-A22B", "--decode-tp", "6"),
+            "kv_heads is 4, must divide by the 6 TP ranks",
+        ),
+        (("--prefill", "Llama-3"), "there is no layout 'Llama-3'"),
+        (("--prefill", "Llama-3.1-8B", "--prefill-pp", "33"), "cannot be cut into 33 pipeline stages"),
+    ],
+)
+def test_plan_refuses_what_cannot_be(arguments: tuple[str, ...], told: str) -> None:
+    done = command("plan", *arguments)
+    assert done.returncode == 2
+    assert told in words(done.stdout + done.stderr)
 
 
 def serve(programs: Programs, directory: Path, more: str = "") -> Program:

@@ -16,7 +16,7 @@ from coordinator.messages import Event, Outcome, Refused, Released
 from coordinator.reasons import Failure, Reason
 
 if TYPE_CHECKING:
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
 
 Pages = NDArray[np.int32]
 
@@ -62,11 +62,12 @@ class StandIn:
         self.offered[room] = (pages.copy(), prefix_pages)
 
 
-def move(room: int, source: StandIn, source_words: Words, target: StandIn, target_words: Words) -> None:
+def move(room: int, source: StandIn, ours: list[Section], target: StandIn, theirs: list[Section]) -> None:
     """Copy a room's pages, behind the prefix, as a worker would."""
     pages, prefix = target.offered[room]
     sent = np.concatenate(source.sent[room])
-    target_words[:, pages] = source_words[:, sent[prefix:]]
+    for (here, *_), (there, *_) in zip(ours, theirs, strict=True):
+        there[:, pages] = here[:, sent[prefix:]]
 
 
 def success(room: int, attempt: int = 1, aux: bytes = b"") -> list[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,6 +65,31 @@ def test_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in output
 
 
+@pytest.mark.parametrize(
+    ("backend", "prefill_tp", "decode_tp", "layout"),
+    [
+        ("loopback", 2, 4, "DeepSeek-V3"),
+        pytest.param("nixl", 4, 2, "", marks=[pytest.mark.nixl]),
+    ],
+)
+def test_engines_of_unequal_size(
+    tmp_path: Path, backend: str, prefill_tp: int, decode_tp: int, layout: str
+) -> None:
+    """Every page of every decode rank is checked, head by head (case C34)."""
+    if backend == "nixl" and find_spec("nixl_cu12") is None:
+        pytest.skip("there is no nixl wheel here")
+    options = DemoOptions(backend, prefill_tp, decode_tp, layout, handoffs=30)
+    check_good(*show(tmp_path, options), backend, 30)
+
+
+def test_without_enough_shared_memory_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1 << 20))
+    assert run(DemoOptions("loopback")) == 1
+    assert "has 1048576 bytes free, 16 pages of 4 ranks take 1048576" in capsys.readouterr().out
+
+
 def test_the_coordinator_is_killed_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = DemoOptions(backend="loopback", handoffs=60, kill_coordinator=True)
     code, result = show(tmp_path, options)
@@ -120,7 +146,8 @@ def test_a_corrupt_page_a_missing_release_and_a_rank_that_differs_are_all_found(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (DemoOptions("loopback", 2, 4), "unequal size cannot hand over"),
+        (DemoOptions("loopback", 2, 3, "Llama-3.1-8B"), "impossible for decode: kv_heads is 8, must divide"),
+        (DemoOptions("loopback", layout="Llama-4"), "there is no layout 'Llama-4'"),
         (DemoOptions("no-such"), "there is no backend named 'no-such'"),
     ],
 )

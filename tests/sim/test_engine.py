@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
+from coordinator.layout import Layout
 from coordinator.messages import Refused, Released
 from coordinator.sim.decode import DecodeEngine
 from coordinator.sim.engine import Sabotage
 from coordinator.sim.errors import SimulationError
-from coordinator.sim.pattern import aux_of, words_of
+from coordinator.sim.pattern import Section, aux_of, sections_of
 from coordinator.sim.prefill import PrefillEngine
 from coordinator.sim.wire import (
     Checkpoint,
@@ -26,14 +25,12 @@ from coordinator.sim.wire import (
 )
 from tests.sim.stand_in import StandIn, failure, head, move, success
 
-if TYPE_CHECKING:
-    from coordinator.sim.pattern import Words
-
-PLANES, PAGES, PAGE_BYTES = 2, 8, 32
+PAGES = 8
+LAYOUT = Layout(layers=1, page_tokens=2, kv_heads=1, head_size=16, dtype="uint8")
 
 
-def memory() -> Words:
-    return words_of(np.zeros(PLANES * PAGES * PAGE_BYTES, dtype=np.uint8), PLANES, PAGES)
+def memory() -> list[Section]:
+    return sections_of([np.zeros(LAYOUT.pool_bytes(PAGES, 1), dtype=np.uint8)], LAYOUT, 1, 0, PAGES)
 
 
 class Pair:
@@ -43,7 +40,7 @@ class Pair:
         self.source, self.target = memory(), memory()
         self.prefill_client, self.decode_client = StandIn(), StandIn()
         self.prefill = PrefillEngine(self.prefill_client, self.source, rank=0)
-        self.decode = DecodeEngine(self.decode_client, self.target, 0, sabotage)
+        self.decode = DecodeEngine(self.decode_client, self.target, sabotage)
         self.step = 0
 
     def send(self, request: Request) -> None:
@@ -97,7 +94,7 @@ def test_a_page_that_did_not_arrive_is_counted() -> None:
     request = Request(7, pages=5, chunk_pages=2)
     pair.send(request)
     pages, _ = pair.decode_client.offered[7]
-    pair.target[1, pages[3]] = 0
+    pair.target[0].words[1, pages[3]] = 0
     assert pair.end(request).corrupt_pages == 1
 
 
@@ -117,7 +114,7 @@ def test_wrong_side_data_spoil_every_page() -> None:
 
 def test_requests_wait_for_pages_in_order() -> None:
     client = StandIn()
-    engine = DecodeEngine(client, memory(), rank=0)
+    engine = DecodeEngine(client, memory())
     requests = [Request(room, pages, chunk_pages=1) for room, pages in ((1, 6), (2, 4), (3, 2))]
     engine.apply(Step(1, head(0), requests))
     # Room 3 would fit, but came after room 2.
@@ -129,7 +126,7 @@ def test_requests_wait_for_pages_in_order() -> None:
 
 def test_pages_are_kept_until_they_are_released() -> None:
     client = StandIn()
-    engine = DecodeEngine(client, memory(), rank=0)
+    engine = DecodeEngine(client, memory())
     engine.apply(Step(1, head(0), [Request(1, PAGES, chunk_pages=1), Request(2, PAGES, chunk_pages=1)]))
     client.events = [failure(1), Released(1, 1)]
     ended = engine.apply(Step(2, head(1)))
@@ -152,7 +149,7 @@ def test_a_room_may_end_while_it_is_computed_or_still_waits() -> None:
 
 def test_a_room_may_be_used_again_while_its_old_pages_are_held() -> None:
     client = StandIn()
-    engine = DecodeEngine(client, memory(), rank=0)
+    engine = DecodeEngine(client, memory())
     engine.apply(Step(1, head(0), [Request(1, 2, chunk_pages=1)]))
     client.events = [failure(1), Released(1, 1), *success(1, attempt=2, aux=aux_of(1, 1))]
     engine.apply(Step(2, head(1), [Request(1, 2, chunk_pages=1, generation=1)]))
@@ -164,14 +161,14 @@ def test_a_room_may_be_used_again_while_its_old_pages_are_held() -> None:
 
 
 def test_a_room_in_use_cannot_be_submitted_again() -> None:
-    engine = DecodeEngine(StandIn(), memory(), rank=0)
+    engine = DecodeEngine(StandIn(), memory())
     with pytest.raises(SimulationError, match="room 1 was submitted again"):
         engine.apply(Step(1, head(0), [Request(1, 1, chunk_pages=1), Request(1, 1, chunk_pages=1)]))
 
 
 def test_only_rooms_without_an_outcome_are_cancelled() -> None:
     client = StandIn()
-    engine = DecodeEngine(client, memory(), rank=0)
+    engine = DecodeEngine(client, memory())
     engine.apply(Step(1, head(0), [Request(room, 1, chunk_pages=1) for room in (1, 2)]))
     client.events = success(1)
     engine.apply(Step(2, head(2), cancels=[(1, "why"), (2, "why"), (3, "why")]))
@@ -188,8 +185,8 @@ def final_digest(engine: DecodeEngine, step: Step) -> bytes:
 def test_events_of_an_earlier_incarnation_change_nothing_that_ranks_must_agree_on() -> None:
     fresh, joined_earlier = StandIn(), StandIn(events=success(99))
     digests = [
-        final_digest(DecodeEngine(client, memory(), rank), Step(1, head(len(client.events)), last=True))
-        for rank, client in enumerate((fresh, joined_earlier))
+        final_digest(DecodeEngine(client, memory()), Step(1, head(len(client.events)), last=True))
+        for client in (fresh, joined_earlier)
     ]
     assert digests[0] == digests[1]
 
@@ -200,9 +197,9 @@ def test_events_of_an_earlier_incarnation_change_nothing_that_ranks_must_agree_o
 )
 def test_a_rank_that_applies_something_else_has_another_digest(sabotage: Sabotage, *, alike: bool) -> None:
     digests = set()
-    for rank, fault in enumerate((Sabotage.NONE, sabotage)):
+    for fault in (Sabotage.NONE, sabotage):
         client = StandIn(events=[failure(1), Released(1, 1), failure(2), Released(2, 1)])
-        engine = DecodeEngine(client, memory(), rank, fault)
+        engine = DecodeEngine(client, memory(), fault)
         engine.apply(Step(1, head(0), [Request(room, 2, chunk_pages=1) for room in (1, 2)]))
         digests.add(final_digest(engine, Step(2, head(4), last=True)))
     assert (len(digests) == 1) is alike
@@ -211,7 +208,7 @@ def test_a_rank_that_applies_something_else_has_another_digest(sabotage: Sabotag
 def test_the_order_of_events_is_part_of_the_digest() -> None:
     digests = set()
     for events in ([failure(1), failure(2)], [failure(2), failure(1)]):
-        engine = DecodeEngine(StandIn(events=list(events)), memory(), rank=0)
+        engine = DecodeEngine(StandIn(events=list(events)), memory())
         engine.apply(Step(1, head(0), [Request(room, 2, chunk_pages=1) for room in (1, 2)]))
         digests.add(final_digest(engine, Step(2, head(2), last=True)))
     assert len(digests) == 2
@@ -219,5 +216,5 @@ def test_the_order_of_events_is_part_of_the_digest() -> None:
 
 def test_what_the_coordinator_refuses_is_reported() -> None:
     client = StandIn(refused=[Refused("room", "room 7 is not yours", room=7)])
-    first, *_ = DecodeEngine(client, memory(), rank=0).apply(Step(1, head(0), last=True))
+    first, *_ = DecodeEngine(client, memory()).apply(Step(1, head(0), last=True))
     assert first == Refusal(7, "room 7 is not yours")

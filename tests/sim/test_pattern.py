@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coordinator.sim.errors import SimulationError
-from coordinator.sim.pattern import Pattern, aux_of, words_of
+from coordinator.layout import Extra, Layout
+from coordinator.sim.pattern import Pattern, aux_of, sections_of
 
 PLANES, PAGES, PAGE_BYTES = 3, 16, 64
+#: Two rows of two heads, each of two words, on each of two ranks.
+LAYOUT = Layout(layers=PLANES, page_tokens=1, kv_heads=4, head_size=16, dtype="uint8", kv="together")
 ROOM, GENERATION = 7, 1
 OURS = np.array([5, 2, 11, 8], dtype=np.int32)
 
@@ -23,7 +25,7 @@ def pool() -> Bytes:
 
 
 def pattern(memory: Bytes, rank: int = 0) -> Pattern:
-    return Pattern(words_of(memory, PLANES, PAGES), rank)
+    return Pattern(sections_of([memory], LAYOUT, 2, rank, PAGES))
 
 
 def filled(rank: int = 0) -> Bytes:
@@ -118,6 +120,59 @@ def test_side_data_are_those_of_one_use_of_one_room() -> None:
     assert len({aux_of(room, generation) for room in (1, 2, 11) for generation in (0, 1)}) == 6
 
 
-def test_a_page_must_be_whole_words() -> None:
-    with pytest.raises(SimulationError, match="whole 8-byte words"):
-        words_of(np.zeros(PLANES * PAGES * 12, dtype=np.uint8), PLANES, PAGES)
+def test_the_heads_of_another_rank_are_found() -> None:
+    memory, other = filled(), filled(rank=1)
+    by_page(memory)[1, OURS[2], 16:32] = by_page(other)[1, OURS[2], 16:32]
+    assert wrong(memory) == [2]
+
+
+def test_a_head_in_the_row_of_another_token_is_found() -> None:
+    memory = filled()
+    page = by_page(memory)[0, OURS[1]]
+    page[:] = np.roll(page, 32)
+    assert wrong(memory) == [1]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_words_of_any_width_tell_positions_planes_rows_and_heads_apart(width: int) -> None:
+    """Many places, so that with narrow words whole heads must differ although single words agree."""
+    layout = Layout(
+        layers=8, page_tokens=4, kv_heads=2, head_size=8 * width, dtype="uint8", stages=(4, 4),
+        extras=(Extra("scale", 16 + width, "uint8"),),
+    )  # fmt: skip
+    sections = [np.zeros(8 * 4 * 4 * 8 * width, np.uint8), np.zeros(4 * 4 * 4 * (16 + width), np.uint8)]
+    pattern = Pattern(sections_of(sections, layout, 4, 3, pages=4))
+    pattern.fill(np.arange(4, dtype=np.int32), ROOM, GENERATION)
+    heads = [*sections[0].reshape(-1, 8 * width), *sections[1].reshape(-1, 16 + width)]
+    assert len({head.tobytes() for head in heads}) == len(heads)
+    assert pattern.wrong(np.arange(4, dtype=np.int32), ROOM, GENERATION).size == 0
+    sections[1][-1] ^= 1
+    assert pattern.wrong(np.arange(4, dtype=np.int32), ROOM, GENERATION).tolist() == [3]
+
+
+@pytest.mark.parametrize("stages", [(), (1, 2)])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_engines_of_any_size_have_the_same_contents(tp: int, stages: tuple[int, ...]) -> None:
+    """Head by head: what one rank alone has is what the ranks of a larger engine have together."""
+    page = OURS[:1]
+
+    def heads_of(layout: Layout, world_size: int) -> dict[tuple[int, int, int], bytes]:
+        found: dict[tuple[int, int, int], bytes] = {}
+        for rank in range(world_size):
+            share = layout.share(world_size, rank)
+            memory = np.zeros(layout.pool_bytes(PAGES, world_size, rank), np.uint8)
+            sections = sections_of([memory], layout, world_size, rank, PAGES)
+            Pattern(sections).fill(page, ROOM, GENERATION)
+            words = sections[0].words[:, page[0]]
+            for plane, row, head in np.ndindex(*words.shape[:3]):
+                place = (share.first_layer + plane, row, share.first_head + head)
+                assert (
+                    found.setdefault(place, words[plane, row, head].tobytes())
+                    == words[plane, row, head].tobytes()
+                )
+        return found
+
+    staged = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"stages": stages})
+    alone = heads_of(LAYOUT, 1)
+    assert heads_of(staged, tp * max(1, len(stages))) == alone
+    assert len(set(alone.values())) == len(alone) == 3 * 2 * 4

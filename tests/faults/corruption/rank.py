@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from coordinator.messages import Event
     from coordinator.sim.decode import DecodeClient
     from coordinator.sim.engine import Sabotage, Work
-    from coordinator.sim.pattern import Words
+    from coordinator.sim.pattern import Section
     from coordinator.sim.prefill import PrefillClient
     from coordinator.sim.settings import RankSettings
     from coordinator.sim.wire import LastState
@@ -69,10 +69,12 @@ def tell(where: str, pages: Pages) -> None:
 class CarefulPrefill(PrefillEngine):
     """Sends, and gives pages back unchanged."""
 
-    def __init__(self, client: PrefillClient, words: Words, number: int, sabotage: Sabotage) -> None:
+    def __init__(
+        self, client: PrefillClient, sections: list[Section], number: int, sabotage: Sabotage
+    ) -> None:
         hasty = os.environ.get(HASTY) == "prefill"
-        super().__init__(Hasty(client) if hasty else client, words, number, sabotage)
-        self._pattern = self._contents = Contents(words, number, _OURS_AT_PREFILL)
+        super().__init__(Hasty(client) if hasty else client, sections, number, sabotage)
+        self._pattern = self._contents = Contents(sections, _OURS_AT_PREFILL)
 
     def _start(self, work: Work) -> None:
         tell(f"before {work.owner} at prefill", self._contents.changed(work.pages))
@@ -93,11 +95,11 @@ class CarefulPrefill(PrefillEngine):
 class CarefulDecode(DecodeEngine):
     """Receives, and knows at each moment what may have been written where."""
 
-    def __init__(self, client: DecodeClient, words: Words, number: int, sabotage: Sabotage) -> None:
+    def __init__(self, client: DecodeClient, sections: list[Section], sabotage: Sabotage) -> None:
         # Who does not wait does not look either: there is nothing yet to see.
         self._looks = os.environ.get(HASTY) != "decode"
-        super().__init__(client if self._looks else Hasty(client), words, number, sabotage)
-        self._pattern = self._contents = Contents(words, number, _OURS_AT_DECODE)
+        super().__init__(client if self._looks else Hasty(client), sections, sabotage)
+        self._pattern = self._contents = Contents(sections, _OURS_AT_DECODE)
         self._succeeded: set[tuple[int, int]] = set()
 
     def _start(self, work: Work) -> None:
