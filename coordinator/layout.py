@@ -8,8 +8,9 @@ it is). Latent attention (MLA) is the same with one head, which all ranks hold.
 A pool of one rank is one contiguous buffer, made of *sections*, one after the other: first K and V,
 then each extra buffer. A section is layer first: planes, each of ``pages`` pages, each of ``rows`` rows,
 each of the rank's heads side by side, each of ``head_size`` values. There is a row for each token of the
-page. A plane is the K or the V of a layer (``kv = "apart"``), both in one page, the rows of K before
-those of V (``"together"``), or the latent of a layer (``"latent"``).
+page; or, with ``order = "heads"``, a single row, in which each head has the values of all tokens. A plane
+is the K or the V of a layer (``kv = "apart"``), both in one page, the rows of K before those of V
+(``"together"``), or the latent of a layer (``"latent"``).
 
 This module does no arithmetic on page lists (the worker's planner does), so that the coordinator
 can use it without numpy.
@@ -108,6 +109,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             latent for both, the same on all TP ranks (``latent``).
         stages: layers of each pipeline stage; empty: there is one stage.
         extras: further buffers of each layer.
+        order: in a page, the heads of a token are side by side (``tokens``), or the tokens of a head
+            (``heads``). Then the heads that a rank of another TP size needs are in one piece.
 
     """
 
@@ -119,6 +122,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     kv: Literal["apart", "together", "latent"] = "apart"
     stages: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
     extras: Annotated[tuple[Extra, ...], msgspec.Meta(max_length=MAX_EXTRAS)] = ()
+    order: Literal["tokens", "heads"] = "tokens"
 
     def check(self, world_size: int) -> None:
         """Refuse an impossible layout for a group of ``world_size`` ranks.
@@ -140,13 +144,16 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def sections(self) -> tuple[Section, ...]:
         """The sections of every rank's pool, in order; the first one is K and V."""
         planes, rows = _SHAPES[self.kv]
-        return (
+        by_tokens = (
             Section(planes, rows * self.page_tokens, self.head_size * DTYPE_BYTES[self.dtype]),
             *(
                 Section(1, self.page_tokens, extra.head_size * DTYPE_BYTES[extra.dtype])
                 for extra in self.extras
             ),
         )
+        if self.order == "tokens":
+            return by_tokens
+        return tuple(Section(planes, 1, rows * head_bytes) for planes, rows, head_bytes in by_tokens)
 
     def tp(self, world_size: int) -> int:
         """Ranks in each stage."""

@@ -86,7 +86,11 @@ def test_the_tree_shows_every_package_and_nothing_that_is_not_there() -> None:
     shown = [line.split()[0] for line in tree.splitlines()]
     assert [name for name in shown if not (ROOT / name).is_dir()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.replace(".", "/") + "/" for name in project["tool"]["setuptools"]["packages"]}
+    setuptools = project["tool"]["setuptools"]
+    places = {
+        name: setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]
+    }
+    packages = {place + "/" for place in places.values()}
     assert packages <= set(shown)
     modules = re.search(r"^coordinator/ .*: (.*)$", tree, re.MULTILINE)
     assert modules is not None

@@ -62,7 +62,8 @@ class Engine:
     def size_bytes(self, rank: int) -> int:
         return sum(head.size_bytes for head in self.memory[rank])
 
-    def _heads(self, rank: int) -> Iterator[Head]:
+    def _held(self, rank: int) -> tuple[range, range]:
+        """The layers and heads that a rank has."""
         layout = self.layout
         stages = layout.stages or (layout.layers,)
         tp = self.world_size // len(stages)
@@ -70,24 +71,29 @@ class Engine:
         layers = range(before, before + stages[rank // tp])
         if tp <= layout.kv_heads:
             each = layout.kv_heads // tp
-            heads = range(rank % tp * each, (rank % tp + 1) * each)
-        else:
-            heads = range(rank % tp // (tp // layout.kv_heads), rank % tp // (tp // layout.kv_heads) + 1)
-        pages, slots = range(self.pages), range(layout.page_tokens)
-        size = layout.head_size * WIDTHS[layout.dtype]
-        if layout.kv == "apart":
-            for layer, what, page, slot, head in itertools.product(layers, "KV", pages, slots, heads):
-                yield Head(what, layer, page, slot, head, size)
-        elif layout.kv == "together":
-            for layer, page, what, slot, head in itertools.product(layers, pages, "KV", slots, heads):
-                yield Head(what, layer, page, slot, head, size)
-        else:
-            for layer, page, slot, head in itertools.product(layers, pages, slots, heads):
-                yield Head("latent", layer, page, slot, head, size)
-        for extra in layout.extras:
-            size = extra.head_size * WIDTHS[extra.dtype]
-            for layer, page, slot, head in itertools.product(layers, pages, slots, heads):
-                yield Head(extra.name, layer, page, slot, head, size)
+            return layers, range(rank % tp * each, (rank % tp + 1) * each)
+        only = rank % tp // (tp // layout.kv_heads)
+        return layers, range(only, only + 1)
+
+    def _heads(self, rank: int) -> Iterator[Head]:
+        layers, heads = self._held(rank)
+        pages, slots = range(self.pages), range(self.layout.page_tokens)
+        # In the order of their planes; what shares a plane is listed together.
+        planes = {"apart": ["K", "V"], "together": ["KV"], "latent": ["L"]}[self.layout.kv]
+        size = self.layout.head_size * WIDTHS[self.layout.dtype]
+        kinds = [(layers, planes, size)]
+        kinds += [
+            (layers, [extra.name], extra.head_size * WIDTHS[extra.dtype]) for extra in self.layout.extras
+        ]
+        for of_layers, whats, size_bytes in kinds:
+            for layer, what, page in itertools.product(of_layers, whats, pages):
+                parts = list(what) if what == "KV" else [what]
+                if self.layout.order == "tokens":
+                    for part, slot, head in itertools.product(parts, slots, heads):
+                        yield Head(part, layer, page, slot, head, size_bytes)
+                else:
+                    for head, part, slot in itertools.product(heads, parts, slots):
+                        yield Head(part, layer, page, slot, head, size_bytes)
 
     def with_room(self, rank: int, room: int, pages: Sequence[int], first: int = 0) -> Bytes:
         """A rank's pool as it must look once pages ``first``, ``first + 1`` ... of the room are there."""

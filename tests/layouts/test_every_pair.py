@@ -6,6 +6,7 @@ import itertools
 import struct
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,17 +30,17 @@ SCALES = (Extra("k_scale", 1, "float32"), Extra("v_scale", 1, "float32"))
 
 def layout_of(kind: str, page_tokens: int, pp: int = 1) -> Layout:
     stages = {1: (), 2: (2, 1), 3: (1, 1, 1)}[pp]
-    match kind:
-        case "latent":
-            return Layout(LAYERS, page_tokens, 1, 6, "bfloat16", "latent", stages)
-        case "scales":
-            return Layout(LAYERS, page_tokens, 8, 4, "float8_e4m3", "apart", stages, SCALES)
-        case "together":
-            return Layout(LAYERS, page_tokens, 8, 2, "bfloat16", "together", stages)
-        case "few heads":
-            return Layout(LAYERS, page_tokens, 2, 4, "uint8", "apart", stages)
-        case _:
-            return Layout(LAYERS, page_tokens, 8, 4, "uint8", "apart", stages)
+    changes: dict[str, dict[str, object]] = {
+        "heads": {},
+        "latent": {"kv_heads": 1, "head_size": 6, "dtype": "bfloat16", "kv": "latent"},
+        "scales": {"dtype": "float8_e4m3", "extras": SCALES},
+        "together": {"dtype": "bfloat16", "head_size": 2, "kv": "together"},
+        "few heads": {"kv_heads": 2},
+        "heads first": {"extras": SCALES, "order": "heads"},
+        "heads first, together": {"kv": "together", "order": "heads"},
+    }
+    plain = Layout(LAYERS, page_tokens, 8, 4, "uint8", "apart", stages)
+    return msgspec.structs.replace(plain, **changes[kind])
 
 
 def packed(pages: Sequence[int]) -> bytes:
@@ -96,7 +97,7 @@ def test_every_pair_of_engines(
 
 @pytest.mark.parametrize("pps", [(1, 2), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("tps", [(1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("kind", ["heads", "latent", "scales", "together", "few heads"])
+@pytest.mark.parametrize("kind", ["heads", "latent", "scales", "together", "few heads", "heads first"])
 def test_pipelines_on_both_sides_cut_elsewhere(
     fabric: Fabric, kind: str, tps: tuple[int, int], pps: tuple[int, int]
 ) -> None:
@@ -106,7 +107,7 @@ def test_pipelines_on_both_sides_cut_elsewhere(
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 4), (4, 1), (2, 8), (8, 4), (8, 8), (4, 8)])
-@pytest.mark.parametrize("kind", ["scales", "together", "few heads"])
+@pytest.mark.parametrize("kind", ["scales", "together", "few heads", "heads first", "heads first, together"])
 def test_other_layouts(fabric: Fabric, kind: str, prefill_tp: int, decode_tp: int) -> None:
     """K and V in one page, scales beside fp8, more ranks than heads; and posts of a few blocks."""
     prefill = Engine(layout_of(kind, 2), prefill_tp, 4)

@@ -23,6 +23,7 @@ PLAIN = Layout(5, 4, 4, 8, "bfloat16")
 SHAPES = {
     "plain": PLAIN,
     "together": msgspec.structs.replace(PLAIN, kv="together"),
+    "heads first": msgspec.structs.replace(PLAIN, order="heads"),
     "latent": msgspec.structs.replace(PLAIN, kv="latent", kv_heads=1),
     "scales": msgspec.structs.replace(PLAIN, extras=(Extra("scale", 1, "float32"),)),
 }

@@ -176,6 +176,7 @@ CHANGES: dict[str, Any] = {
     "dtype": "float16",
     "kv": "together",
     "extras": (Extra("k_scale", 1, "float32"), Extra("v_scale", 1, "float32")),
+    "order": "heads",
 }
 
 

@@ -174,7 +174,7 @@ TOO_MUCH: Final[list[tuple[str, Sequence[Any], str]]] = [
     ("a long path", changed(HELLO, pool=["/" * 256, 0, 1]), "<= 255"),
     (
         "a field too many in a layout",
-        changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", [], [], 1]),
+        changed(HELLO, layout=[4, 16, 8, 128, "int8", "apart", [], [], "heads", 1]),
         "at most",
     ),
     ("too many stages", layout_of([1] * 65), "<= 64"),
