@@ -15,7 +15,8 @@ import typer
 
 from backends.base import BackendError
 from coordinator import __version__
-from coordinator.errors import ConfigError, CoordinatorError
+from coordinator.commands import operate
+from coordinator.errors import ConfigError, CoordinatorError, NoAnswerError
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 OK: Final = 0
 FAILED: Final = 1
 UNUSABLE: Final = 2
+NO_ANSWER: Final = 3
+INTERRUPTED: Final = 130
 
 _EXIT_CODES: Final = "Exit codes: 0 done, 1 failed, 2 the configuration or the command line cannot be used."
 
@@ -143,6 +146,9 @@ def version() -> None:
     typer.echo(f"kv-coordinator {__version__}")
 
 
+operate.register(app)
+
+
 def main() -> None:
     """Run the command line; errors of ours are sentences on stderr, not tracebacks."""
     try:
@@ -151,6 +157,9 @@ def main() -> None:
         for problem in error.problems:
             typer.echo(problem, err=True)
         sys.exit(UNUSABLE)
+    except NoAnswerError as error:
+        typer.echo(f"kv-coordinator: {error}", err=True)
+        sys.exit(NO_ANSWER)
     except (BackendError, CoordinatorError) as error:
         typer.echo(f"kv-coordinator: {error}", err=True)
         sys.exit(FAILED)

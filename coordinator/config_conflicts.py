@@ -134,7 +134,8 @@ def _http(config: Config) -> Iterator[Problem]:
         twice = "cannot stand beside http.token: only one of them is used"
         yield _problem(twice, "http.token_file", "http.token")
     if http.token_file is not None:
-        yield from _private_file(http.token_file, "http.token_file")
+        # Its group may read it: in a pod, a secret's files belong to root and to the pod's group.
+        yield from _private_file(http.token_file, "http.token_file", stat.S_IRWXO | stat.S_IWGRP)
     if not http.address:
         return
     try:
@@ -166,7 +167,7 @@ def _security(security: Security) -> Iterator[Problem]:
         yield _problem(f"is {str(security.client_keys)!r}, must be a directory", "security.client_keys")
 
 
-def _private_file(path: Path, key: str) -> Iterator[Problem]:
+def _private_file(path: Path, key: str, others: int = _OTHERS) -> Iterator[Problem]:
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -174,5 +175,5 @@ def _private_file(path: Path, key: str) -> Iterator[Problem]:
         return
     if not stat.S_ISREG(mode):
         yield _problem(f"is {str(path)!r}, must be a file", key)
-    elif mode & _OTHERS:
+    elif mode & others:
         yield _problem(f"{str(path)!r} can be read by others (mode {mode & 0o777:o}): chmod 600 it", key)

@@ -51,6 +51,14 @@ class ClosedError(CoordinatorError):
     """The client was closed, or its I/O thread has died; the text carries the cause."""
 
 
+class NoAnswerError(CoordinatorError):
+    """No coordinator answers an operator's call; the text says where it was looked for."""
+
+
+class CallRefusedError(CoordinatorError):
+    """A coordinator refused an operator's call; the text is its reason."""
+
+
 class InvalidTransitionError(CoordinatorError):
     """The state machine got an event that its table does not know. The state is unchanged."""
 

@@ -133,7 +133,8 @@ def test_what_a_rank_can_be_told_is_all_named() -> None:
 
 def test_the_exit_codes_are_those_of_the_commands() -> None:
     codes = [int(code) for code, _ in table(section("Exit codes"), "code")]
-    assert codes == [cli.OK, cli.FAILED, cli.UNUSABLE, demo._INTERRUPTED]
+    assert codes == [cli.OK, cli.FAILED, cli.UNUSABLE, cli.NO_ANSWER, cli.INTERRUPTED]
+    assert demo._INTERRUPTED == cli.INTERRUPTED
 
 
 def test_the_shown_demo_has_the_rows_of_the_demo() -> None:

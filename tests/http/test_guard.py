@@ -62,6 +62,8 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     (line,) = problems(f'[http]\ntoken_file = "{file}"')
     assert "can be read by others (mode 644)" in line
+    file.chmod(0o640)
+    parse(f'[http]\ntoken_file = "{file}"')
     file.chmod(0o600)
     parse(f'[http]\ntoken_file = "{file}"')
     (line,) = problems(f'[http]\ntoken_file = "{file}"\ntoken = "{TOKEN}"')
