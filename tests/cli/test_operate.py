@@ -51,7 +51,8 @@ class Running:
         self.file = directory / "coordinator.toml"
         self.file.write_text(
             f'[listen]\ncontrol = ["ipc://{directory}/control"]\noutcomes = ["ipc://{directory}/outcomes"]\n'
-            f'[rank]\nlost_after_s = 600.0\n[shutdown]\ngrace_s = 0.1\n[http]\naddress = "127.0.0.1:0"\n{more}'
+            "[rank]\nlost_after_s = 600.0\n[shutdown]\ngrace_s = 0.1\n"
+            f'[http]\naddress = "127.0.0.1:0"\n{more}'
         )
         self.program: Program = programs.python("-m", "coordinator", "serve", "--config", str(self.file))
         self.program.says("http.ready", 20)
