@@ -82,6 +82,8 @@ class Group:
         lineage: its identity, which outlives coordinators; see ``Welcome``.
         awaits: rooms of a former epoch of which its ranks have spoken without having been told a
             verdict since -> the last attempt that they know to have ended.
+        unproven: rooms of which its ranks had spoken to a former coordinator, perhaps, while it is not
+            proven that nothing moves any more at its pages on behalf of that one.
 
     """
 
@@ -106,6 +108,7 @@ class Group:
         self.life: int = hello.life
         self.lineage = secrets.randbits(64)
         self.awaits: dict[int, int] = {}
+        self.unproven: set[int] = set()
 
     @property
     def moves_itself(self) -> bool:

@@ -179,7 +179,7 @@ class Memory(Struct, frozen=True, array_like=True):
         unreleased: what has a verdict, and pages that were not released.
         sent: prefill's side data of the last successes, which decode may not have got, and of rooms
             in flight.
-        said: the rooms of which the rank has spoken, and does not know whether anybody has heard it.
+        said: the rooms of which the rank has spoken, and surely nobody has heard it.
         lineage: that of its group; see ``Welcome``.
 
     """

@@ -153,16 +153,19 @@ class Reattach:
         testimony = Testimony(waiting.memories.values())
         most = testimony.most
         early = self._membership.groups.get(name)
-        for rank in early.ranks if early is not None else ():
-            if rank is not None:
-                # It was here before the past of its group was, and joins anew.
+        newcomers = [rank for rank in early.ranks if rank is not None] if early is not None else []
+        if newcomers and (most.acknowledged or any(rank.received for rank in newcomers)):
+            # They were here before the past of their group was, and join anew.
+            for rank in newcomers:
                 self._membership.lose(rank, Reason.COORDINATOR_RESTARTED, LOST, gone=True)
+            newcomers.clear()
         group = self._membership.found(most)
         assert group is not None  # noqa: S101 - there was room
         group.log.restore(most.acknowledged, testimony.kept)
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
         group.lineage, group.awaits = testimony.lineage or group.lineage, dict(testimony.awaits)
+        group.unproven = set(testimony.awaits)
         self._remember(group, testimony)
         _log.warning(
             "group.restored",
@@ -172,6 +175,8 @@ class Reattach:
             ranks=len(hellos),
             held=testimony.held,
         )
+        for rank in newcomers:
+            self._answer(rank.hello, rank.identity, rank)  # it learns whose past it shares
         for hello, identity in hellos:
             if hello in testimony.contrary:
                 self._refuse(group, hello, identity)
@@ -209,6 +214,8 @@ class Reattach:
         rank = self._membership.place(group, hello, identity, have)
         self._answer(hello, identity, rank)
         if hello.memory is not None:
+            if group not in self._quiet:
+                group.unproven.update(held.room for held in (*hello.memory.held, *hello.memory.said))
             for held in hello.memory.held:
                 self._recall(group, held)
             self._owe(group, hello.memory.unreleased, have)
@@ -362,6 +369,7 @@ class Reattach:
         while not self._is_quiet(group):  # noqa: ASYNC110 - as above
             await asyncio.sleep(LOOK_S)
         self._quiet.add(group)
+        group.unproven.clear()
         for handoff in list(self._rooms.unreleased):
             if INHERITED in handoff.machine.unsettled and group in handoff.groups:
                 self._settle(handoff)

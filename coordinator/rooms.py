@@ -441,7 +441,9 @@ class Rooms:
         """Tell one side that its pages are quiet."""
         machine = handoff.machine
         group = handoff.prefill if side is Role.PREFILL else handoff.decode
-        if group is not None:
+        if group is not None and machine.room in group.unproven:
+            self.release(group, machine.room, machine.attempt)
+        elif group is not None:
             self.tell(group, Released(machine.room, machine.attempt))
         first = handoff.released_together is None
         if first:

@@ -31,6 +31,8 @@ from coordinator.errors import QueueFullError, RefusedError
 from coordinator.messages import MAX_ITEMS, Hello, Refused, Resend, Submit, Welcome, WhoAreYou
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.client.settings import ClientSettings
     from coordinator.errors import CoordinatorError
     from coordinator.messages import Broadcast, Event, Item, ToRank
@@ -73,6 +75,8 @@ class Conversation:
         self.inbox = Inbox(settings.undrained_events)
         self.outbox = Outbox()
         self._recollection = Recollection()
+        # What ``next_message`` has handed out last: the connection takes it, or ``blocked`` follows.
+        self._handed_out: Sequence[Item] = ()
         self.news = self.used = False
         self.drained_through: bytes | None = None
         self.outcomes = ""
@@ -149,6 +153,8 @@ class Conversation:
 
     def next_message(self, now_s: float) -> Hello | Submit | None:
         """Return what is to be sent now; None when there is nothing (more)."""
+        self._recollection.submitted(self._handed_out)
+        self._handed_out = ()
         if self._blocked or self.standing.fault is not None:
             return None
         if now_s >= self._hellos.due_s:
@@ -160,6 +166,7 @@ class Conversation:
     def blocked(self, now_s: float) -> None:
         """The connection did not take the last message: it is down, or its queue is full."""
         self._blocked = True
+        self._handed_out = ()
         # What was said may be lost with the connection: no answer to it is awaited.
         self._hellos.answered()
         self._leave(now_s)
@@ -278,6 +285,7 @@ class Conversation:
             item if item.after >= inbox.base else msgspec.structs.replace(item, after=inbox.base)
             for item in outbox.take(MAX_ITEMS, BATCH_BYTES)
         ]
+        self._handed_out = items
         self._acknowledge = False
         self._submit_at_s = now_s + self._heartbeat_s
         # What is still due may have been said before the engine drained the last events; those who count
@@ -361,9 +369,7 @@ class Conversation:
         self._hellos.ask(now_s)
 
     def _confirm(self, received: int, now_s: float) -> None:
-        items = self.outbox.confirm(received)
-        if items:
-            self._recollection.confirmed(items)
+        if self.outbox.confirm(received):
             self._confirmed_at_s = now_s
 
     def _rewind(self, now_s: float) -> None:

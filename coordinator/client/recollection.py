@@ -4,11 +4,12 @@ Sans-IO: no socket, no clock, no lock; whoever shares a recollection between thr
 
 Theory of operation
     Three things are kept. The last events: what some other rank of the group may lack. The rooms
-    in flight: those of which a coordinator has heard from this rank, and whose verdict this rank
-    has not. What a coordinator has not confirmed is submitted again, and the room begins anew, unless
-    it turns out that it has a verdict already. And the attempts that have a verdict, and pages that
-    were not released. A prefill rank also keeps the side data that it has sent, also after a success:
-    they reach decode with the verdict, or not.
+    in flight: those of which a coordinator has heard from this rank, perhaps, and whose verdict this
+    rank has not. What surely did not reach one is submitted to the next, and the room begins anew,
+    unless it turns out that it has a verdict already. (What may have reached one must not: bytes that
+    it had written may still land, on pages that decode goes on filling after a success.) And the
+    attempts that have a verdict, and pages that were not released. A prefill rank also keeps the side
+    data that it has sent, also after a success: they reach decode with the verdict, or not.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ class _InFlight:
     """A room of which this rank has spoken since its last verdict.
 
     ``since`` and ``after``: the last event that the engine had drained when it first and last did.
+    ``submitted``: a coordinator may have heard of it.
     ``aux``: the side data that it sent with its last pages; None before that, or when it is not kept.
     """
 
-    __slots__ = ("after", "aux", "confirmed", "since")
+    __slots__ = ("after", "aux", "since", "submitted")
 
     def __init__(self, after: int) -> None:
         self.since = after
         self.after = after
-        self.confirmed = False
+        self.submitted = False
         self.aux: bytes | None = None
 
 
@@ -94,13 +96,13 @@ class Recollection:
         if room is not None and room.aux is None and isinstance(item, Send) and item.last:
             self._keep(room, item.aux)
 
-    def confirmed(self, items: Sequence[Item]) -> None:
-        """A coordinator has heard ``items``."""
+    def submitted(self, items: Sequence[Item]) -> None:
+        """A connection to a coordinator has taken ``items``."""
         for item in items:
             room = self._in_flight.get(item.room)
             # One of an earlier attempt says nothing about this one.
             if room is not None and item.after >= room.since:
-                room.confirmed = True
+                room.submitted = True
 
     def heard(self, first: int, events: Sequence[Event]) -> None:
         """The events from number ``first`` on have arrived."""
@@ -145,7 +147,7 @@ class Recollection:
         held: list[Held] = []
         said: list[Held] = []
         for room, flight in self._in_flight.items():
-            told = held if flight.confirmed else said
+            told = held if flight.submitted else said
             told.append(Held(room, max(flight.after, base), self._ended.get(room, (0, 0))[1]))
         unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
         return Memory(

@@ -224,7 +224,7 @@ def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
     hello = talk.next_message(0.3)
     assert isinstance(hello, Hello)
     assert hello.memory == Memory(
-        [Outcome(9, 1)], [Held(1, 1, 0)], [Unreleased(9, 1)], said=[Held(2, 1, 0), Held(3, 1, 0)]
+        [Outcome(9, 1)], [Held(1, 1, 0), Held(2, 1, 0), Held(3, 1, 0)], [Unreleased(9, 1)]
     )
     talk.hear(welcome(epoch=6, first=2, received=1), 0.3)
     message = talk.next_message(0.3)

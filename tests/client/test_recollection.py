@@ -23,12 +23,12 @@ from coordinator.messages import (
 from coordinator.reasons import Failure, Reason
 
 
-def said(*items: Item, confirmed: bool = True) -> Recollection:
+def said(*items: Item, submitted: bool = True) -> Recollection:
     memory = Recollection()
     for item in items:
         memory.spoke(item)
-    if confirmed:
-        memory.confirmed(items)
+    if submitted:
+        memory.submitted(items)
     return memory
 
 
@@ -44,7 +44,8 @@ def test_rooms_that_were_heard_of_are_held_until_their_verdict() -> None:
 
 
 def test_what_nobody_has_heard_of_is_not_held() -> None:
-    assert said(Open(1, 0), confirmed=False).report(0).held == []
+    report = said(Open(1, 0), submitted=False).report(0)
+    assert (report.held, report.said) == ([], [Held(1, 0, 0)])
 
 
 def test_nothing_is_begun_by_extending_or_cancelling() -> None:
@@ -57,9 +58,9 @@ def test_a_room_that_is_used_again_is_held_as_its_next_attempt() -> None:
     second = send(1, after=2)
     memory.spoke(second)
     # Only now is it confirmed what was said of the first attempt.
-    memory.confirmed([Open(1, 0)])
+    memory.submitted([Open(1, 0)])
     assert memory.report(0).held == []
-    memory.confirmed([second])
+    memory.submitted([second])
     assert memory.report(0).held == [Held(1, 2, 1)]
 
 
@@ -68,7 +69,7 @@ def test_what_is_said_too_late_begins_nothing() -> None:
     memory.heard(1, [Outcome(1, 1)])
     late = send(1, after=0)
     memory.spoke(late)
-    memory.confirmed([late])
+    memory.submitted([late])
     assert memory.report(0).held == []
 
 

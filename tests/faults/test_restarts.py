@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from coordinator.client import recollection
@@ -16,11 +17,12 @@ from coordinator.reasons import Failure, Reason
 from coordinator.reattach import LOST
 from coordinator.rooms import SIDE_DATA_LOST
 from tests.faults.chaos.deployment import Deployment
-from tests.service.peers import pages
+from tests.service.peers import LAYOUT, pages
 from tests.service.stage import virtual_time
 from tests.support.faults.weather import Weather
 
 if TYPE_CHECKING:
+    from coordinator.layout import Layout
     from coordinator.messages import Event
     from tests.faults.chaos.ranks import StormRank
     from tests.service.stage import Stage
@@ -53,9 +55,11 @@ def has(rank: StormRank, *wanted: Event) -> bool:
     return all(event in events(rank) for event in wanted)
 
 
-async def group(world: Deployment, role: Role, name: str, world_size: int = 1) -> list[StormRank]:
+async def group(
+    world: Deployment, role: Role, name: str, world_size: int = 1, layout: Layout = LAYOUT
+) -> list[StormRank]:
     """Let a group join and be ready."""
-    ranks = [world.add(role, name, number, world_size) for number in range(world_size)]
+    ranks = [world.add(role, name, number, world_size, layout=layout) for number in range(world_size)]
     await world.until(lambda: world.is_ready(name), 10, f"{name} is ready")
     return ranks
 
@@ -227,23 +231,25 @@ async def test_a_new_coordinator_lets_those_try_again_that_fit_nobody_yet() -> N
     """Case C47 is for later: while others are still coming back, who fits may be among them."""
     async with Deployment() as world:
         await group_at(world, Role.PREFILL, "p", 2)
-        with_one = world.add(Role.DECODE, "d", 0, 1)
-        talk = with_one.conversation
+        other = msgspec.structs.replace(LAYOUT, page_tokens=2 * LAYOUT.page_tokens)
+        decode = world.add(Role.DECODE, "d", 0, 1, layout=other)
+        talk = decode.conversation
         await world.until(lambda: "does not fit p" in talk.standing.explain(), 5, "it is told why")
-        await group(world, Role.PREFILL, "p1", 1)
+        world.add(Role.PREFILL, "p1", 0, 1, layout=other)
         await world.until(lambda: world.is_ready("d"), 5, "it is welcome now")
 
 
 async def test_a_new_rank_of_a_known_group_is_welcome_though_those_that_it_fits_are_gone() -> None:
     async with Deployment() as world:
         await group_at(world, Role.PREFILL, "p1", 1)
-        large = await group(world, Role.PREFILL, "p2", 2)
-        decode = await group(world, Role.DECODE, "d2", 2)
+        other = msgspec.structs.replace(LAYOUT, page_tokens=2 * LAYOUT.page_tokens)
+        large = await group(world, Role.PREFILL, "p2", 2, other)
+        decode = await group(world, Role.DECODE, "d2", 2, other)
         for rank in (*large, decode[0]):
             rank.die()
             world.show_death(rank)
         await asyncio.sleep(5.0)
-        world.add(Role.DECODE, "d2", 0, 2)
+        world.add(Role.DECODE, "d2", 0, 2, layout=other)
         await world.until(lambda: world.is_ready("d2"), 5, "the new rank is there")
 
 

@@ -1,4 +1,4 @@
-"""A coordinator starts anew while a room id is on its way to its next use: never another one's verdict."""
+"""A coordinator starts anew while rooms are begun: no verdict of another use, no page before it is quiet."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coordinator.messages import Offer, Outcome, Released, Role, Send
-from tests.faults.chaos.deployment import Deployment
-from tests.faults.test_restarts import come_back, events, group, hand_over, has, hears, is_heard, pair
+from coordinator.messages import Offer, Open, Outcome, Released, Role, Send
+from coordinator.reasons import Failure, Reason
+from coordinator.reattach import LOST
+from tests.faults.chaos.deployment import SETTINGS, Deployment
+from tests.faults.test_restarts import arrive, come_back, events, group, hand_over, has, hears, is_heard, pair
 from tests.service.peers import pages
 from tests.service.stage import virtual_time
 
@@ -131,3 +133,67 @@ async def test_what_was_adopted_is_not_adopted_again_by_the_next_coordinator(fir
         await asyncio.sleep(1.0)
         assert len(events(decode)) == before
         await send_and_succeed(world, prefill, decode, attempt=2)
+
+
+@pytest.mark.parametrize("confirmed", ["nothing", "decode's"])
+async def test_what_the_former_coordinator_may_have_begun_is_not_begun_again(confirmed: str) -> None:
+    """Case C17: its bytes may still land, on pages that decode would go on filling after a success."""
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        if confirmed == "nothing":
+            hears(decode, anything=False)
+        hears(prefill, anything=False)
+        decode.say(Offer(7, 0, pages(1)))
+        await arrive(world, 7)
+        await asyncio.sleep(1.5)
+        prefill.say(Send(7, 0, pages(1), last=True, aux=b"first token"))
+        assert world.stage is not None
+        active = world.stage.service.rooms.active
+        await world.until(lambda: active[7].flights, 5, "bytes move")
+        await world.kill()
+        for rank in (prefill, decode):
+            hears(rank, anything=True)
+        await come_back(world, [prefill], [decode])
+        began_s = world.now_s()
+        lost = Outcome(7, 1, Failure(Reason.COORDINATOR_RESTARTED, "", LOST))
+        await world.until(lambda: has(decode, lost) and has(prefill, lost), 10, "a verdict")
+        assert world.now_s() - began_s < 2.0
+        quiet_s = SETTINGS.rank.reattach_s + SETTINGS.release.drain_s
+        await world.until(lambda: has(decode, Released(7, 1)), 15, "decode's pages come back")
+        assert world.now_s() - began_s > quiet_s - 1.0
+        await world.until(lambda: has(prefill, Released(7, 1)), 15, "prefill's pages come back")
+
+
+@pytest.mark.parametrize("first", ["p", "d"])
+async def test_what_was_said_while_nobody_was_there_is_handed_over_when_somebody_is(first: str) -> None:
+    """Nobody has begun it, so it is a handoff like any other."""
+    async with Deployment() as world:
+        (prefill,), (decode,) = await pair(world)
+        await world.kill()
+        decode.say(Offer(7, 0, pages(1)))
+        prefill.say(Send(7, 0, pages(1), last=True, aux=b"first token"))
+        await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
+        await world.until(lambda: has(decode, Outcome(7, 1, None, b"first token")), 5, "it has arrived")
+
+
+async def test_a_new_rank_that_was_there_before_the_past_of_its_group_is_one_of_it() -> None:
+    """Although it has heard what was told to the group between that and its next word."""
+    async with Deployment() as world:
+        (gone, old), decode = await pair(world, 2)
+        for rank in (gone, old):
+            rank.say(Open(7, 0))
+        for rank in decode:
+            rank.say(Offer(7, 0, pages(1)))
+        await arrive(world, 7)
+        await asyncio.sleep(1.5)
+        await world.kill()
+        gone.die()
+        await world.begin(find=False)
+        new = world.add(Role.PREFILL, "p", 0, 2)
+        assert world.stage is not None
+        await world.until(partial(is_heard, world.stage, new), 5, "the new one is there")
+        await asyncio.sleep(1.0)
+        await come_back_too(world, *decode, old)
+        lost = Outcome(7, 1, Failure(Reason.COORDINATOR_RESTARTED, "", LOST))
+        await world.until(lambda: all(has(rank, lost) for rank in (new, old, *decode)), 10, "a verdict")
+        await world.until(lambda: world.is_ready("p"), 5, "the group is whole")
