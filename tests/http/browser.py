@@ -97,7 +97,10 @@ class Page:
 
 @asynccontextmanager
 async def browsing(binary: str, directory: Path) -> AsyncIterator[Page]:
-    """Start a browser with one empty tab; nothing of it is left at the end."""
+    """Start a browser with one empty tab; nothing of it is left at the end.
+
+    ``directory`` must have a short path: it gets sockets.
+    """
     process = await asyncio.create_subprocess_exec(
         binary,
         "--headless=new",
@@ -135,10 +138,12 @@ async def browsing(binary: str, directory: Path) -> AsyncIterator[Page]:
 
 async def _address(output: asyncio.StreamReader) -> str:
     """Wait until the browser says where it listens."""
+    said = b""
     async with asyncio.timeout(START_S):
         while line := await output.readline():
+            said += line
             found = re.search(rb"DevTools listening on ws://([^/]+)/", line)
             if found:
                 return found[1].decode()
-    message = "the browser ended before it listened"
+    message = f"the browser ended before it listened: {said.decode(errors='replace')}"
     raise AssertionError(message)

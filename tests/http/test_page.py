@@ -41,11 +41,13 @@ async def test_the_page_may_load_nothing_from_elsewhere() -> None:
 
 @pytest.mark.uvloop
 @pytest.mark.timeout(180)
-async def test_a_browser_shows_who_waits_for_whom_and_frees_a_request(tmp_path: Path) -> None:
+async def test_a_browser_shows_who_waits_for_whom_and_frees_a_request(
+    tmp_path: Path, short_dir: Path
+) -> None:
     binary = browser.program()
     if binary is None:
         pytest.skip("there is no chromium here (Debian package chromium), so the page was not looked at")
-    async with served() as it, browser.browsing(binary, tmp_path) as page:
+    async with served() as it, browser.browsing(binary, short_dir) as page:
         rooms = await in_every_state(it.stage)
         await page.open(it.server.url)
         await page.until("document.body.dataset.looked > 0", 40)
