@@ -138,6 +138,41 @@ async def test_both_sides_are_told_once_after_two_ranks_gave_up_with_chunks_outs
         await stage.empty()
 
 
+async def test_two_decode_ranks_gave_up_and_one_of_them_stands_still() -> None:
+    """Case C18: the source is quiet when its chunks are; decode, as a whole, when both ranks have drained."""
+    async with VirtualStage(BOUNDS) as stage:
+        prefill, decode, workers = await stage.pair(2, auto=False)
+        for rank in decode:
+            rank.offer(7, 1, 2)
+        for rank in prefill:
+            rank.send_pages(7, 1, last=False)
+            rank.send_pages(7, 2, last=False)
+        moves = [(worker, await worker.move(index)) for worker in workers for index in (0, 1)]
+        for rank in decode:
+            rank.cancel(7)
+        for rank in prefill + decode:
+            await rank.outcome(7)
+        decode[1].stop()
+        for worker, move in moves:
+            assert not any(rank.released(7) for rank in prefill + decode)
+            worker.failed(move, "transport")
+        quiet_s = now_s()
+        for rank in prefill:
+            await rank.release(7)
+            assert rank.when(Released, 7) == quiet_s
+        await asyncio.sleep(10)
+        assert not decode[0].released(7)
+        resumed_s = now_s()
+        decode[1].resume()
+        for rank in decode:
+            await rank.release(7)
+            assert resumed_s + DRAIN_S <= rank.when(Released, 7) <= resumed_s + DRAINED_S
+        for rank in prefill + decode:
+            assert len(rank.events) == 2
+            rank.drain()
+        await stage.empty()
+
+
 # --- the ladder ------------------------------------------------------------------------------
 
 
