@@ -360,10 +360,7 @@ class Reattach:
             return True  # Nobody moves anything there but the engine itself, which goes on.
         # Also ranks that were lost, or have not come yet: such a one may have been stopped all the time,
         # and goes on with what is in its buffers.
-        return all(
-            rank is not None and (rank.gone or rank.forgotten or self._is_quiet_at(rank))
-            for rank in group.ranks
-        )
+        return all(rank is not None and (rank.gone or self._is_quiet_at(rank)) for rank in group.ranks)
 
     def _is_quiet_at(self, rank: Rank) -> bool:
         if rank.group.role is Role.PREFILL:
