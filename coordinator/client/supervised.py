@@ -87,7 +87,7 @@ class SupervisedRank(Rank):
         inbox = self._lives.inbox
         self._io.say(LegDone(room_number(room), inbox.drained), ITEM_BYTES, inbox)
 
-    def leg_failed(self, room: SupportsIndex, message: str, *, quiet: bool) -> None:
+    def leg_failed(self, room: SupportsIndex, message: str, *, quiet: bool = False) -> None:
         """Tell that this rank's transfer has failed; ``quiet``: it reads the pages no more.
 
         Raises:

@@ -1,0 +1,1 @@
+"""What ties engines to the coordinator without a change in them. Nothing here is imported by the rest."""
