@@ -140,6 +140,11 @@ class RankBounds(Section):
     lost_after_s: Seconds = 15.0
     reattach_s: Seconds = 10.0
 
+    @property
+    def break_s(self) -> float:
+        """A rank that was silent for longer may have been stopped meanwhile."""
+        return 2 * self.heartbeat_s
+
 
 class ReleaseBounds(Section):
     """``[release]``: when the pages of a failed handoff are quiet.

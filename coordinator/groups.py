@@ -28,6 +28,7 @@ class Rank:
         forgotten: it was lost and silent for so long that nothing is kept for it any more.
         gone: it is proven that its process does not run any more, or that its place is taken.
         seen_at_s: its last sign of life, on the loop's clock.
+        steady_since_s: since then its signs have come without a break.
 
     """
 
@@ -46,6 +47,7 @@ class Rank:
         "peer",
         "received",
         "seen_at_s",
+        "steady_since_s",
     )
 
     def __init__(self, group: Group, hello: Hello, identity: bytes, acknowledged: int, now_s: float) -> None:
@@ -63,7 +65,21 @@ class Rank:
         self.alive = True
         self.gone = False
         self.forgotten = False
+        self.seen_at_s = self.steady_since_s = now_s
+
+    def sign(self, now_s: float, break_s: float) -> None:
+        """Note a sign of life; ``break_s`` without one are a break."""
+        if now_s - self.seen_at_s > break_s:
+            self.steady_since_s = now_s
         self.seen_at_s = now_s
+
+    def has_drained(self, since_s: float, drain_s: float, break_s: float) -> bool:
+        """Whether what was on its way to it at ``since_s`` has landed: it has run for ``drain_s`` since.
+
+        What was in the buffers of a process when it was stopped is there still when it goes on, and a
+        stop for less than ``break_s`` is not noticed: that much more of signs is asked for.
+        """
+        return self.seen_at_s - max(since_s, self.steady_since_s) >= drain_s + break_s
 
 
 class Group:

@@ -120,7 +120,7 @@ class Membership:
 
     def sign(self, rank: Rank) -> None:
         """Note a sign of life."""
-        rank.seen_at_s = asyncio.get_running_loop().time()
+        rank.sign(asyncio.get_running_loop().time(), self._config.rank.break_s)
         self._silence.sign(rank)
 
     def lose(self, rank: Rank, reason: Reason, message: str, *, gone: bool, left: bool = False) -> None:

@@ -10,8 +10,8 @@ told, is part of a verdict: the room may be in use by others by now.) The rest f
 ``coordinator_restarted``: at once when both sides are known, else when ``rank.reattach_s`` is over.
 
 Pages: the former coordinator's workers died with it (the kernel sees to that). A prefill rank's pages
-are quiet when its new worker is up, for that one has locked the pool. Decode's pages are quiet when
-``reattach_s`` and ``drain_s`` are over and every rank has given a sign of life after that.
+are quiet when its new worker is up, for that one has locked the pool. A decode rank's are quiet when
+``reattach_s`` is over and it has run for ``drain_s`` after that. A group's are when all its ranks' are.
 """
 
 from __future__ import annotations
@@ -358,10 +358,14 @@ class Reattach:
     def _is_quiet(self, group: Group) -> bool:
         if group.moves_itself:
             return True  # Nobody moves anything there but the engine itself, which goes on.
-        if group.role is Role.PREFILL:
-            return all(self._transfers.is_up(rank) for rank in group.live)
-        quiet_s = self._over_s + self._config.release.drain_s
-        return all(rank.seen_at_s >= quiet_s for rank in group.live)
+        # Also ranks that were lost, or have not come yet: such a one may have been stopped all the time,
+        # and goes on with what is in its buffers.
+        return all(rank is not None and (rank.gone or self._is_quiet_at(rank)) for rank in group.ranks)
+
+    def _is_quiet_at(self, rank: Rank) -> bool:
+        if rank.group.role is Role.PREFILL:
+            return self._transfers.is_up(rank)
+        return rank.has_drained(self._over_s, self._config.release.drain_s, self._config.rank.break_s)
 
     async def _quieten(self, group: Group) -> None:
         """Wait until nothing of the former epoch moves at this group's pages; then release them."""

@@ -4,8 +4,8 @@ The verdict of a handoff is never delayed by this, and nothing is released unpro
 
     source       quiet when the worker says that the move is settled, its link is fenced, or the
                  worker's process is dead
-    destination  quiet after that *and*, where the backend's bytes may still land, ``drain_s`` with
-                 the decode rank proven alive meanwhile; or at once when that rank is gone
+    destination  quiet after that *and*, where the backend's bytes may still land, when the decode
+                 rank has run for ``drain_s``; or at once when that rank is gone
 
 Ladder after a failure: wait ``settle_s`` for the moves to end -> fence the peers concerned -> kill
 the worker -> hold for ever.
@@ -14,7 +14,7 @@ the worker -> hold for ever.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.events import MoveQuiet
 from coordinator.logs import get_logger
@@ -23,12 +23,9 @@ from coordinator.messages import Role
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.config import ReleaseBounds
+    from coordinator.config import RankBounds, ReleaseBounds
     from coordinator.handoff import Handoff
     from coordinator.transfers import Flight, Route, Transfers
-
-#: A decode rank that missed this many heartbeats may have been stopped meanwhile.
-SILENT_HEARTBEATS: Final = 2
 
 _log = get_logger()
 
@@ -36,11 +33,11 @@ _log = get_logger()
 class Releases:
     """Sees to it that the pages of failed handoffs become quiet."""
 
-    def __init__(self, bounds: ReleaseBounds, transfers: Transfers, heartbeat_s: float) -> None:
+    def __init__(self, bounds: ReleaseBounds, transfers: Transfers, signs: RankBounds) -> None:
         """Use force through ``transfers``."""
         self.bounds = bounds
         self._transfers = transfers
-        self._heartbeat_s = heartbeat_s
+        self._signs = signs
         self._waiting: dict[Handoff, asyncio.Event] = {}
         transfers.quieting = self
 
@@ -83,22 +80,14 @@ class Releases:
         if error:
             route.crew.worker.kill(f"the link to {route.rank.name} cannot be fenced: {error}")
 
-    def _drain(self, flight: Flight, since_s: float | None) -> None:
-        """Hold the destination until its rank was alive for ``drain_s`` without a break.
-
-        ``since_s`` is when that time began, None while the rank is silent: what was in the buffers
-        of a process when it was stopped is there still when it goes on.
-        """
-        loop = asyncio.get_running_loop()
+    def _drain(self, flight: Flight, since_s: float) -> None:
+        """Hold the destination until what had left the source at ``since_s`` has landed."""
         rank = flight.route.rank
-        if loop.time() - rank.seen_at_s > SILENT_HEARTBEATS * self._heartbeat_s:
-            since_s = None
-        elif since_s is None:
-            since_s = rank.seen_at_s
-        if rank.gone or (since_s is not None and rank.seen_at_s >= since_s + self.bounds.drain_s):
+        if rank.gone or rank.has_drained(since_s, self.bounds.drain_s, self._signs.break_s):
             self._destination_quiet(flight)
         else:
-            loop.call_later(self._heartbeat_s / 4, self._drain, flight, since_s)
+            pause_s = self._signs.heartbeat_s / 4
+            asyncio.get_running_loop().call_later(pause_s, self._drain, flight, since_s)
 
     def _destination_quiet(self, flight: Flight) -> None:
         flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))

@@ -65,7 +65,7 @@ class Service:
         self._outcomes = Channel(self._xpub, self._subscribed)
         self.broadcaster = Broadcaster(self.epoch, self._outcomes)
         self.transfers = Transfers(config, self._send, self.counters)
-        self.releases = Releases(config.release, self.transfers, config.rank.heartbeat_s)
+        self.releases = Releases(config.release, self.transfers, config.rank)
         self.rooms = Rooms(config, self.broadcaster, self.transfers, self.counters)
         self.membership = Membership(config, self.counters, self)
         self.control = Control(

@@ -64,7 +64,6 @@ _PATIENCE_S: Final = 120.0
 #: A round is at least so long, so that its begin and its end are little of it.
 _ROUND_S: Final = 0.4
 _MAX_HANDOFFS: Final = 32
-_FEWEST_ROUNDS: Final = 5
 
 
 class Engine(NamedTuple):
@@ -111,10 +110,11 @@ class Order(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long each case takes: seconds for rounds, seconds for handoffs alone."""
+    """How long each case takes: seconds for rounds and for handoffs alone, and the fewest pairs of each."""
 
     rounds_s: float
     alone_s: float
+    fewest: int
 
 
 def run(arguments: Arguments) -> Metrics:
@@ -124,7 +124,7 @@ def run(arguments: Arguments) -> Metrics:
         SimulationError: a process failed.
 
     """
-    effort = Effort(2.0, 1.0) if arguments.quick else Effort(15.0, 5.0)
+    effort = Effort(1.0, 0.5, fewest=2) if arguments.quick else Effort(15.0, 5.0, fewest=7)
     metrics: Metrics = {}
     for engine in ENGINES:
         try:
@@ -159,7 +159,7 @@ class Pair:
         self._round("coordinator", case, WINDOW)
         direct_s = self._round("direct", case, WINDOW)
         handoffs = WINDOW * max(1, min(_MAX_HANDOFFS // WINDOW, round(_ROUND_S / direct_s)))
-        rounds = list(self._rounds(case, handoffs, effort.rounds_s))
+        rounds = list(self._rounds(case, handoffs, effort))
         ratios = [bare_s / through_s for bare_s, through_s in rounds]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         gbits = 8 * handoffs * size_bytes / 1e9
@@ -171,14 +171,14 @@ class Pair:
             "ratio_low": low,
             "ratio_high": high,
             "rounds": len(rounds),
-            "overhead_us_p50": 1e6 * self._overhead_s(case, direct_s / WINDOW, effort.alone_s),
+            "overhead_us_p50": 1e6 * self._overhead_s(case, direct_s / WINDOW, effort),
         }
 
-    def _rounds(self, case: Case, handoffs: int, bound_s: float) -> Iterator[tuple[float, float]]:
+    def _rounds(self, case: Case, handoffs: int, effort: Effort) -> Iterator[tuple[float, float]]:
         """Seconds of a direct round and of one through the coordinator, next to each other."""
-        until_s = time.monotonic() + bound_s
+        until_s = time.monotonic() + effort.rounds_s
         for number in count():
-            if number >= _FEWEST_ROUNDS and time.monotonic() > until_s:
+            if number >= effort.fewest and time.monotonic() > until_s:
                 return
             # Each comes first in half of the pairs.
             order = ("direct", "coordinator") if number % 2 else ("coordinator", "direct")
@@ -189,9 +189,9 @@ class Pair:
         """How long that many handoffs take."""
         return float(self._order(Order(what, case, self._take(handoffs), handoffs)))
 
-    def _overhead_s(self, case: Case, direct_s: float, bound_s: float) -> float:
+    def _overhead_s(self, case: Case, direct_s: float, effort: Effort) -> float:
         """What the coordinator adds to the median handoff when there is one at a time."""
-        handoffs = max(9, min(101, round(bound_s / 2 / direct_s)))
+        handoffs = max(effort.fewest, min(101, round(effort.alone_s / 2 / direct_s)))
         pairs = self._order(Order("alone", case, self._take(handoffs), handoffs))
         return float(statistics.median(through_s - bare_s for bare_s, through_s in pairs))
 

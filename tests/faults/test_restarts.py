@@ -16,9 +16,9 @@ from coordinator.messages import Cancel, Offer, Open, Outcome, Released, Role, S
 from coordinator.reasons import Failure, Reason
 from coordinator.reattach import LOST
 from coordinator.rooms import SIDE_DATA_LOST
-from tests.faults.chaos.deployment import Deployment
+from tests.faults.chaos.deployment import SETTINGS, Deployment
 from tests.service.peers import LAYOUT, pages
-from tests.service.stage import virtual_time
+from tests.service.stage import now_s, virtual_time
 from tests.support.faults.weather import Weather
 
 if TYPE_CHECKING:
@@ -127,6 +127,36 @@ async def test_a_verdict_that_one_side_has_heard_is_adopted_by_the_other_in_what
         assert world.stage is not None
         assert not world.stage.left()
         world.stage.check()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_pages_of_a_rank_that_stood_still_meanwhile_are_not_quiet_when_it_goes_on(
+    world_size: int,
+) -> None:
+    """Case C23: what the former coordinator's workers wrote is in its buffers, and lands now.
+
+    The other ranks of its group are in it, too: they go by the same release.
+    """
+    async with Deployment() as world:
+        prefill, decode = await pair(world, world_size)
+        for ours, theirs in zip(prefill, decode, strict=True):
+            ours.say(Open(7, 0))
+            theirs.say(Offer(7, 0, pages(1)))
+        await arrive(world, 7)
+        await asyncio.sleep(1.0)
+        stopped = decode[-1]
+        stopped.freeze()
+        await world.kill()
+        await come_back(world, prefill, decode[:-1])
+        await asyncio.sleep(20.0)
+        assert not any(Released(7, 1) in events(rank) for rank in decode)
+        stopped.thaw()
+        began_s = now_s()
+        assert world.stage is not None
+        world.find(stopped)
+        await world.until(lambda: all(has(rank, Released(7, 1)) for rank in decode), 15, "the release")
+        assert now_s() - began_s >= SETTINGS.release.drain_s
+        assert all(has(rank, Released(7, 1)) for rank in prefill)
 
 
 @pytest.mark.parametrize("first", ["p", "d"])

@@ -20,6 +20,8 @@ pytestmark = virtual_time
 
 SETTLE_S = 5.0
 DRAIN_S = 2.0
+#: With the two heartbeats that a stop may take unnoticed, the next one, and the next look.
+DRAINED_S = DRAIN_S + 2.0 + 1.25
 BOUNDS = config(release={"settle_s": SETTLE_S, "drain_s": DRAIN_S})
 
 
@@ -89,7 +91,7 @@ async def test_the_source_is_quiet_when_its_move_is_settled_the_destination_afte
         await prefill.release(7)
         assert prefill.when(Released, 7) == pytest.approx(over_s + 4, abs=0.01)
         await decode.release(7)
-        assert over_s + 4 + DRAIN_S <= decode.when(Released, 7) <= over_s + 4 + DRAIN_S + 1.5
+        assert over_s + 4 + DRAIN_S <= decode.when(Released, 7) <= over_s + 4 + DRAINED_S
         for rank in (prefill, decode):
             rank.drain()
         await stage.empty()
@@ -136,6 +138,41 @@ async def test_both_sides_are_told_once_after_two_ranks_gave_up_with_chunks_outs
         await stage.empty()
 
 
+async def test_two_decode_ranks_gave_up_and_one_of_them_stands_still() -> None:
+    """Case C18: the source is quiet when its chunks are; decode, as a whole, when both ranks have drained."""
+    async with VirtualStage(BOUNDS) as stage:
+        prefill, decode, workers = await stage.pair(2, auto=False)
+        for rank in decode:
+            rank.offer(7, 1, 2)
+        for rank in prefill:
+            rank.send_pages(7, 1, last=False)
+            rank.send_pages(7, 2, last=False)
+        moves = [(worker, await worker.move(index)) for worker in workers for index in (0, 1)]
+        for rank in decode:
+            rank.cancel(7)
+        for rank in prefill + decode:
+            await rank.outcome(7)
+        decode[1].stop()
+        for worker, move in moves:
+            assert not any(rank.released(7) for rank in prefill + decode)
+            worker.failed(move, "transport")
+        quiet_s = now_s()
+        for rank in prefill:
+            await rank.release(7)
+            assert rank.when(Released, 7) == quiet_s
+        await asyncio.sleep(10)
+        assert not decode[0].released(7)
+        resumed_s = now_s()
+        decode[1].resume()
+        for rank in decode:
+            await rank.release(7)
+            assert resumed_s + DRAIN_S <= rank.when(Released, 7) <= resumed_s + DRAINED_S
+        for rank in prefill + decode:
+            assert len(rank.events) == 2
+            rank.drain()
+        await stage.empty()
+
+
 # --- the ladder ------------------------------------------------------------------------------
 
 
@@ -173,7 +210,7 @@ async def test_a_fence_that_works_needs_no_kill_and_the_peer_is_connected_anew()
         worker.report(Fenced(move.peer))
         await prefill.release(7)
         await decode.release(7)
-        assert now_s() - over_s < SETTLE_S + DRAIN_S + 2
+        assert now_s() - over_s < SETTLE_S + DRAINED_S
         assert not stage.worker(prefill).killed
         worker.auto = True
         worker.connect_all()
@@ -262,7 +299,26 @@ async def test_no_destination_is_released_while_its_rank_is_silent() -> None:
         # What was in its buffers when it was stopped gets the same time as ever.
         await decode.release(7)
         assert decode.when(Released, 7) >= resumed_s + DRAIN_S
-        assert decode.when(Released, 7) <= resumed_s + DRAIN_S + 1.5
+        assert decode.when(Released, 7) <= resumed_s + DRAINED_S
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("stopped_s", [0.5, 1.1, 1.9, 2.0, 2.1, 2.2, 2.4, 3.0])
+async def test_a_short_stop_does_not_count_as_time_in_which_bytes_landed(
+    stopped_s: float, after_s: float
+) -> None:
+    """Case C17: its first sign after a stop says that it runs now, not that it ran."""
+    async with VirtualStage(BOUNDS) as stage:
+        _, decode, worker, move = await under_way(stage)
+        worker.failed(move)
+        await asyncio.sleep(after_s)
+        decode.stop()
+        await asyncio.sleep(stopped_s)
+        resumed_s = now_s()
+        decode.resume()
+        await decode.release(7)
+        # What it did before the stop was as good.
+        assert decode.when(Released, 7) >= resumed_s + DRAIN_S - after_s
 
 
 async def test_no_destination_is_released_while_its_rank_is_lost_and_not_proven_dead() -> None:

@@ -358,6 +358,30 @@ async def test_past_the_limit_of_offers_newcomers_fail_at_once() -> None:
 # --- cancels ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_refusal_of_a_request_that_prefill_works_on_already(last: bool) -> None:  # noqa: FBT001 - of pytest
+    """Case C22: decode has never offered pages for it, so nothing moves and nothing is waited for."""
+    async with VirtualStage() as stage:
+        prefill, decode, _ = await stage.pair(2)
+        for rank in prefill:
+            rank.send_pages(7, 1, last=last)
+        await turns()
+        refused_s = now_s()
+        decode[0].cancel(7, "no room for it")
+        for rank in prefill + decode:
+            assert await rank.failure(7) == "cancelled_by_decode"
+            await rank.release(7)
+            assert rank.when(Released, 7) == rank.when(Outcome, 7) == refused_s
+            assert len(rank.events) == 2
+        # An offer of the other rank, made before it heard of that, changes nothing.
+        decode[1].offer(7, 1)
+        await turns()
+        for rank in prefill + decode:
+            assert len(rank.events) == 2
+            rank.drain()
+        await stage.empty()
+
+
 async def test_a_refusal_of_a_request_that_never_was_admitted() -> None:
     """Case C22: failed and released at once, on whichever side."""
     async with VirtualStage() as stage:

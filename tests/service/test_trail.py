@@ -77,7 +77,7 @@ async def test_a_failure_says_why_whose_and_how_long_its_pages_were_held() -> No
         released = [line for line in lines if line["event"] == "handoff.released"]
         assert [(line["side"], line["held_s"]) for line in released] == [
             ("prefill", pytest.approx(0, abs=0.1)),
-            ("decode", pytest.approx(2.5, abs=1)),
+            ("decode", pytest.approx(4.5, abs=1)),
         ]
         late = [line for line in lines if line["event"] == "handoff.late"]
         assert all(line["event_kind"] and line["state"] == "failed" for line in late)

@@ -77,6 +77,7 @@ async def test_connecting_has_a_budget_of_its_own() -> None:
 
 
 async def test_a_peer_that_cannot_be_reached_is_tried_again_ever_more_rarely() -> None:
+    """Case C09: one connect at a time, with backoff."""
     async with VirtualStage() as stage:
         prefill, decode, (worker,) = await apart(stage)
         (peer,) = {command.peer for command in worker.commands if isinstance(command, ConnectPeer)}

@@ -29,6 +29,7 @@ DEADLINE_S: Final = 0.6
 SETTLE_S: Final = 0.6
 DRAIN_S: Final = 0.4
 HEARTBEAT_S: Final = 0.1
+REATTACH_S: Final = 1.0
 #: On each plane 256 KiB of a page, on four planes.
 _LAYOUT: Final = Layout(layers=2, page_tokens=2048, kv_heads=1, head_size=64, dtype="bfloat16")
 _PAGES: Final = 40
@@ -62,7 +63,7 @@ def options(backend: str, its_options: dict[str, str], hasty: Role | None = None
         coordinator={
             "handoff": {"deadline_s": DEADLINE_S},
             "release": {"settle_s": SETTLE_S, "drain_s": DRAIN_S},
-            "rank": {"heartbeat_s": HEARTBEAT_S, "lost_after_s": 10.0},
+            "rank": {"heartbeat_s": HEARTBEAT_S, "lost_after_s": 10.0, "reattach_s": REATTACH_S},
         },
         environment={HASTY: "" if hasty is None else hasty.value, **_SMALL_BUFFERS},
         program="tests.faults.corruption.rank",
@@ -108,21 +109,34 @@ class Corruption:
     def hold_up(self) -> None:
         """Fail handoffs whose bytes are stuck on their way, and let these go on before they are fenced."""
         for _ in range(_HOLD_UPS):
-            large = range(_PAGES // _LARGE_PAGES)
-            rooms = [self._hand_over(_LARGE_PAGES, 2, _LARGE_CHUNK_STEPS) for _ in large]
-            handoffs = [self.book.open[room] for room in rooms]
-            self._until(lambda: _all_begun(handoffs), "all to be under way")  # noqa: B023 - called at once
+            handoffs = self._hand_over_large()
             self.decode.stop(0)
-            stopped = {(self.decode.party, 0)}
-            self._until(
-                lambda: all(handoff.waiting <= stopped for handoff in handoffs),  # noqa: B023 - the same
-                "prefill to hear of their ends",
-            )
+            self._until_prefill_has_heard(handoffs)
             self.decode.cont(0)
             self._settle()
             if any(handoff.outcome == "deadline" for handoff in handoffs):
                 return
         pytest.fail("every large handoff was over before decode could be stopped: this host is too busy")
+
+    def replace_coordinator(self) -> None:
+        """Kill the coordinator, and with it the worker, in the middle; decode stands still meanwhile."""
+        handoffs = self._hand_over_large()
+        self.decode.stop(0)
+        self.cluster.coordinator.kill()
+        self.cluster.coordinator.start()
+        self._until_prefill_has_heard(handoffs)
+        self.decode.cont(0)
+        self._settle()
+
+    def replace_decode(self) -> None:
+        """Kill decode in the middle, and start it anew: it may get the same ports and addresses."""
+        handoffs = self._hand_over_large()
+        self.decode.kill()
+        self.decode.start()
+        self._until(lambda: self.decode.is_ready, "the new decode engine to be ready")
+        orphans = [handoff.request.room for handoff in handoffs if handoff.waiting]
+        self.prefill.cancel(orphans, "its decode engine was restarted")
+        self._settle()
 
     def storm(self, handoffs: int, stops: int) -> None:
         """Hand rooms over, give some of them up, and stop decode now and then."""
@@ -149,6 +163,21 @@ class Corruption:
     def fences(self) -> int:
         """How often a link was destroyed to make pages quiet."""
         return self.cluster.coordinator.log_path.read_text().count('"release.fence"')
+
+    def _hand_over_large(self) -> list[Handoff]:
+        """Have as many large prompts under way as fit, each with its second half still to come."""
+        large = range(_PAGES // _LARGE_PAGES)
+        rooms = [self._hand_over(_LARGE_PAGES, 2, _LARGE_CHUNK_STEPS) for _ in large]
+        handoffs = [self.book.open[room] for room in rooms]
+        self._until(lambda: _all_begun(handoffs), "all to be under way")
+        return handoffs
+
+    def _until_prefill_has_heard(self, handoffs: list[Handoff]) -> None:
+        """Wait until only decode, which is stopped, lacks the outcomes."""
+        stopped = {(self.decode.party, 0)}
+        self._until(
+            lambda: all(handoff.waiting <= stopped for handoff in handoffs), "prefill to hear of their ends"
+        )
 
     def _hand_over(self, pages: int, chunks: int, chunk_steps: int = 1) -> int:
         room = next(self._rooms)
