@@ -76,6 +76,8 @@ class Region:
         memory: ``"host"`` or ``"cuda"``.
         device: device number for ``"cuda"``.
         path: the file in ``/dev/shm`` behind it, when there is one (``loopback`` needs it).
+        gate_path: another file there, of ``gate_bytes``, for a gate that writers on this host have to
+            pass (``backends.gate``); for memory that has no file of its own.
 
     """
 
@@ -84,6 +86,8 @@ class Region:
     memory: str = "host"
     device: int = 0
     path: str | None = None
+    gate_path: str | None = None
+    gate_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ Settled
 Silent
     Over TCP and RDMA nothing lands any more once the receiving agent is destroyed. But on one host a
     sender may copy by itself (CMA), and then a write that was posted after that destruction lands
-    whole, as an error. So writers that are able to must go through a gate on the memory's file
-    (``backends.gate``). One that cannot find the file says so, in the probe with which its link
-    begins, and this side is never silent then.
+    whole, as an error. So writers that are able to must go through a gate on the memory's file, or on
+    one that stands for it (``backends.gate``). One that cannot find the file says so, in the probe with
+    which its link begins, and this side is never silent then.
 
 Sizes
     NIXL does not check that memory is really there, nor zero lengths; all of it is checked before.
@@ -149,9 +149,8 @@ class NixlBackend(Backend):
         check_region(region, self._regions, ("host", "cuda"))
         if self._receiver is not None:
             self._receiver.register(region)
-        if self._gate is None and region.path is not None and not self._sends:
-            self._gate = Gate(open_shared(region.path, region.size_bytes))
-            self._gate_address = GateAddress(region.path, region.size_bytes, self._gate.number, this_host())
+        if self._gate is None and not self._sends:
+            self._open_gate(region)
         self._regions.append(region)
         return len(self._regions) - 1
 
@@ -207,10 +206,18 @@ class NixlBackend(Backend):
                 self._gate.shut()
 
     def silent(self) -> bool:
-        """See ``Backend.silent``; memory that has no file is never known to be."""
+        """See ``Backend.silent``; memory that has no gate is never known to be."""
         is_closed = self._bindings is None and self._receiver is None
         unguarded = any(self._scrap_memory[PROBE_BYTES * UNGUARDED :][:PROBE_BYTES])
         return is_closed and not unguarded and self._gate is not None and self._gate.is_empty()
+
+    def _open_gate(self, region: Region) -> None:
+        """Open the gate for all of our memory, on the file of one region, if it has any."""
+        own = region.path is not None
+        path, size_bytes = (region.path, region.size_bytes) if own else (region.gate_path, region.gate_bytes)
+        if path is not None:
+            self._gate = Gate(open_shared(path, size_bytes))
+            self._gate_address = GateAddress(path, size_bytes, self._gate.number, this_host())
 
     def _check_started(self) -> None:
         """Refuse a call before ``start`` or after ``close``."""

@@ -172,6 +172,8 @@ class NixlLink(Link):
         self._local_bytes = [region.size_bytes for region in local]
         self._remote = [as_region(region) for region in remote.regions]
         self._remote_bytes = [region.size_bytes for region in self._remote]
+        # A pool with a region for each plane has a grid for each, on both sides, in every write.
+        self._most_prepared = _MAX_PREPARED + len(self._local) + len(self._remote)
         self._moving: set[NixlTransfer] = set()
         self._lock = threading.Lock()
         self.fenced = False
@@ -209,7 +211,7 @@ class NixlLink(Link):
             if len(self._moving) >= MAX_OUTSTANDING:
                 message = f"{len(self._moving)} transfers to {self.peer} are outstanding already"
                 raise TransferError(message)
-            if not self._moving and self._agent.prepared_count > _MAX_PREPARED:
+            if not self._moving and self._agent.prepared_count > self._most_prepared:
                 self._agent.forget_prepared()
             self._go_in()
             transfer = NixlTransfer(self, self._make(parts))

@@ -57,6 +57,13 @@ class DemoBackend(StrEnum):
     LOOPBACK = "loopback"
 
 
+class DemoHosting(StrEnum):
+    """Who can run the workers of the demo."""
+
+    COORDINATOR = "coordinator"
+    RANK = "rank"
+
+
 @app.command(epilog=_EXIT_CODES)
 def serve(config: ConfigFile = None) -> None:
     """Run a coordinator until SIGTERM or SIGINT; its log goes to stdout."""
@@ -92,6 +99,10 @@ def demo(
     handoffs: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="How many requests are handed over.")
     ] = 200,
+    hosting: Annotated[
+        DemoHosting,
+        typer.Option(help="Who runs the workers: the coordinator, or each prefill rank its own."),
+    ] = DemoHosting.COORDINATOR,
     kill_coordinator: Annotated[
         bool,
         typer.Option("--kill-coordinator", help="Kill the coordinator in the middle, instead of decode."),
@@ -112,6 +123,7 @@ def demo(
         handoffs=handoffs,
         kill_coordinator=kill_coordinator,
         json_path=json,
+        hosting=hosting.value,
     )
     raise typer.Exit(show.run(options))
 

@@ -74,11 +74,6 @@ def _backend(config: Config) -> Iterator[Problem]:
     for name in config.backend.options:
         if name not in known:
             yield _problem(_unknown_backend(name, known), f"backend.options.{name}", "backend.options")
-    if config.backend.hosting != "coordinator":
-        yield _problem(
-            f"is {config.backend.hosting!r}, which does not work yet; must be 'coordinator'",
-            "backend.hosting",
-        )
 
 
 def _unknown_backend(name: str, known: list[str]) -> str:

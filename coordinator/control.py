@@ -23,12 +23,14 @@ from coordinator.messages import (
     Submit,
     Welcome,
     WhoAreYou,
+    WorkerBye,
     WorkerHello,
     decode_from_peer,
     encode,
 )
 from coordinator.reasons import Reason
 from coordinator.succession import succeed
+from coordinator.worker.hosted import HostedWorker
 from coordinator.worker.supervisor import Worker
 
 if TYPE_CHECKING:
@@ -65,10 +67,14 @@ class Control:
         broadcaster: Broadcaster,
         counters: Counters,
     ) -> None:
-        """Start with no session; ``channel``, ``reattach`` and ``outcomes`` are set before any frame."""
+        """Start with no session; the public attributes are set before any frame.
+
+        ``lodging``: ranks run their workers themselves.
+        """
         self.channel: Channel
         self.reattach: Reattach
         self.outcomes: dict[str, str] = {}
+        self.lodging = False
         self._config = config
         self._epoch = epoch
         self._membership = membership
@@ -107,6 +113,8 @@ class Control:
                 self._hello(identity, message)
             case WorkerHello():
                 self._worker_hello(identity, message)
+            case WorkerBye():
+                self._worker_bye(message)
             case Bye():
                 self._bye(identity, message)
 
@@ -147,6 +155,7 @@ class Control:
             self._counters.replays += 1
             self._counters.replayed_events += len(events)
         outcomes = self.outcomes.get(hello.transport) or next(iter(self.outcomes.values()))
+        crew = self._transfers.crews.get(rank)
         welcome = Welcome(
             epoch=self._epoch,
             outcomes=outcomes,
@@ -156,6 +165,7 @@ class Control:
             received=rank.received,
             heartbeat_s=self._config.rank.heartbeat_s,
             lineage=group.lineage,
+            worker=crew.worker.orders if crew is not None else None,
         )
         self._answer(identity, welcome)
         self.note(group)
@@ -223,11 +233,22 @@ class Control:
         for crew in self._transfers.crews.values():
             worker = crew.worker
             if worker.token and worker.token == hello.token:
-                self._remember(identity, worker)
                 worker.up(identity, lands_after_settled=hello.lands_after_settled)
+                self._remember(identity, worker)
                 self._transfers.worker_up(worker)
                 return
-        self._malformed(identity, "a worker with an unknown token")
+        if self.lodging:
+            # It outlives a coordinator, and its rank is still to be told of the next one.
+            self._answer(identity, Refused("unknown", "no rank here has a worker with this token"))
+        else:
+            self._malformed(identity, "a worker with an unknown token")
+
+    def _worker_bye(self, bye: WorkerBye) -> None:
+        for crew in self._transfers.crews.values():
+            worker = crew.worker
+            if isinstance(worker, HostedWorker) and worker.token == bye.token:
+                worker.ended(bye.why)
+                return
 
     def _reports(self, identity: bytes, reports: Reports) -> None:
         worker = self._sessions.get(identity)

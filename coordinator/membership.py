@@ -54,6 +54,9 @@ class MembershipEvents(Protocol):
     def gone(self, rank: Rank) -> None:
         """A lost rank is proven to touch nothing any more."""
 
+    def died(self, rank: Rank) -> None:
+        """The process of a rank has ended, perhaps of one that was gone before."""
+
     def forgotten(self, rank: Rank) -> None:
         """A lost rank was not heard of for so long that nothing is kept ready for it any more."""
 
@@ -145,7 +148,9 @@ class Membership:
         if gone and not rank.gone:
             rank.gone = True
             self._lost.discard(rank)
-            self._unwatch(rank)
+            if self._config.backend.hosting != "rank":
+                # Else what runs in its process is still to be waited for.
+                self._unwatch(rank)
             rank.group.drained()
             self._events.gone(rank)
             self._drop_if_empty(rank.group)
@@ -292,12 +297,17 @@ class Membership:
 
     def _unmappable(self, hello: Hello) -> str | None:
         """See that the rank's memory can be reached in the way that its role needs."""
+        share = hello.layout.share(hello.world_size, hello.rank)
+        planes, regions = share.layers * hello.layout.sections[0].planes, hello.pool.regions
+        if planes % regions:
+            return f"pool: {planes} planes cannot be shared out evenly over {regions} regions"
         if hello.role is Role.DECODE:
             return (
                 None if hello.endpoint else "endpoint: a decode rank must say where its memory can be reached"
             )
         if self._config.backend.hosting == "coordinator" and hello.backend != EXTERNAL:
             return _bad_pool(hello.pool.path, hello.pool.size_bytes)
+        # Whatever memory it is, its worker is where it is.
         return None
 
     def _unlike(self, hello: Hello) -> str | None:
@@ -390,9 +400,11 @@ class Membership:
             os.close(pidfd)
 
     def _died(self, rank: Rank) -> None:
+        self._unwatch(rank)
         self.lose(
             rank, _loss(rank), f"the process of {rank.name} (pid {rank.hello.process.pid}) died", gone=True
         )
+        self._events.died(rank)
 
     def _silent(self, rank: Rank) -> None:
         message = f"{rank.name} gave no sign of life for {self._silence.bound_s:g} s"
@@ -439,8 +451,8 @@ def _bad_pool(path: str, size_bytes: int) -> str | None:
     """Say why a pool file must not be mapped. The worker looks again when it opens it."""
     if not is_pool_path(path):
         return (
-            f"pool: {path!r} is no pool file of ours in /dev/shm; use KVPool.allocate: memory that cannot "
-            "be shared (a GPU's, a private one, another node's) cannot be sent from yet"
+            f"pool: {path!r} is no pool file of ours in /dev/shm; use KVPool.allocate, or, for memory that "
+            "cannot be shared (a GPU's, a private one, another node's), set backend.hosting = \"rank\""
         )
     try:
         found = os.lstat(path)

@@ -21,7 +21,7 @@ Pages travel as packed little-endian int32 (``bytes``, 4 per page). Durations ar
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -36,6 +36,8 @@ PAGE_BYTES: Final = 4
 MAX_AUX_BYTES: Final = 1 << 20
 MAX_NAME: Final = 128
 MAX_WORLD: Final = 1024
+#: Pieces of memory that a pool may consist of.
+MAX_REGIONS: Final = 4096
 MAX_ITEMS: Final = 1024
 #: How many of its last events a rank remembers for a coordinator that has to start anew.
 MAX_REMEMBERED: Final = 1024
@@ -131,11 +133,15 @@ class Process(Struct, frozen=True, array_like=True):
 
 
 class Pool(Struct, frozen=True, array_like=True):
-    """A rank's KV pool. ``path`` is empty when the memory cannot be mapped by others."""
+    """A rank's KV pool. ``path`` is empty when the memory cannot be mapped by others.
+
+    ``regions`` is of how many pieces of memory it consists; each has the same number of planes.
+    """
 
     path: Annotated[str, Meta(max_length=255)]
     size_bytes: Count
     pages: Annotated[int, Meta(ge=1, lt=2**31)]
+    regions: Annotated[int, Meta(ge=1, le=MAX_REGIONS)] = 1
 
 
 class Held(Struct, frozen=True, array_like=True):
@@ -325,6 +331,9 @@ class Bye(Struct, frozen=True, array_like=True, tag="bye"):
 class WorkerHello(Struct, frozen=True, array_like=True, tag="worker"):
     """A worker introduces itself with the secret that it was started with.
 
+    Nothing moves any more on account of a former worker of the same pool: a worker process has
+    locked the pool, one in the rank's own process has fenced all links of its former lives.
+
     ``lands_after_settled`` is what its backend declares: bytes of a settled move may still land.
     """
 
@@ -332,6 +341,16 @@ class WorkerHello(Struct, frozen=True, array_like=True, tag="worker"):
     token: Annotated[bytes, Meta(min_length=16, max_length=64)]
     pid: Count
     lands_after_settled: bool = True
+
+
+class WorkerBye(Struct, frozen=True, array_like=True, tag="worker_bye"):
+    """A worker in a rank's own process does not run: it could not start, or has ended.
+
+    Nothing moves on its account any more. ``why`` says what happened.
+    """
+
+    token: Annotated[bytes, Meta(min_length=16, max_length=64)]
+    why: Text
 
 
 class Connected(Struct, frozen=True, array_like=True, tag="connected"):
@@ -402,7 +421,7 @@ class Reports(Struct, frozen=True, array_like=True, tag="reports"):
 
 
 class ConnectPeer(Struct, frozen=True, array_like=True, tag="connect"):
-    """Open a link to a decode rank; ``pages`` and ``layout`` describe its pool."""
+    """Open a link to a decode rank; ``pages``, ``regions`` and ``layout`` describe its pool."""
 
     peer: str
     endpoint: bytes
@@ -410,6 +429,7 @@ class ConnectPeer(Struct, frozen=True, array_like=True, tag="connect"):
     world_size: int
     rank: int
     pages: int
+    regions: int = 1
 
 
 class Move(Struct, frozen=True, array_like=True, tag="move"):
@@ -445,6 +465,25 @@ class Commands(Struct, frozen=True, array_like=True, tag="commands"):
 # --- coordinator -> rank ---------------------------------------------------------------------
 
 
+class WorkerOrders(Struct, frozen=True, array_like=True):
+    """What a prefill rank must know to run its worker itself.
+
+    Attributes:
+        token: the secret with which that worker introduces itself, at the rank's own control address.
+        label: names the worker in logs and to its engine.
+        backend: name of the backend.
+        options: the backend's own settings.
+        heartbeat_s: an empty report is sent at least this often.
+
+    """
+
+    token: bytes
+    label: str
+    backend: str
+    options: dict[str, Any]
+    heartbeat_s: float
+
+
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     """The answer to ``Hello``.
 
@@ -458,6 +497,8 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
         heartbeat_s: how often each side gives a sign of life at least.
         lineage: drawn at random when the group began. It stays when a coordinator takes the group over
             from another one, and is another one when a group begins anew under the same name.
+        worker: for a prefill rank that is to run its worker itself. The same orders mean the same
+            worker; others, that the former one must end.
 
     """
 
@@ -469,6 +510,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     received: int
     heartbeat_s: float
     lineage: int = 0
+    worker: WorkerOrders | None = None
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -527,7 +569,7 @@ class Broadcast(Struct, frozen=True, array_like=True, tag="broadcast"):
         return not self.missing
 
 
-FromPeer = Hello | Submit | Bye | WorkerHello | Reports
+FromPeer = Hello | Submit | Bye | WorkerHello | WorkerBye | Reports
 ToRank = Welcome | Refused | WhoAreYou | Resend
 ToWorker = Commands | Refused | Stop
 

@@ -9,9 +9,10 @@ has received one: that one is adopted. (Which group was the other side, and wher
 told, is part of a verdict: the room may be in use by others by now.) The rest fails with
 ``coordinator_restarted``: at once when both sides are known, else when ``rank.reattach_s`` is over.
 
-Pages: the former coordinator's workers died with it (the kernel sees to that). A prefill rank's pages
-are quiet when its new worker is up, for that one has locked the pool. A decode rank's are quiet when
-``reattach_s`` is over and it has run for ``drain_s`` after that. A group's are when all its ranks' are.
+Pages: the former coordinator's workers died with it (the kernel sees to that), or run in their ranks'
+processes. A prefill rank's pages are quiet when its new worker is up, for that one has locked the pool,
+or fenced all links of its former life. A decode rank's are quiet when ``reattach_s`` is over and it has
+run for ``drain_s`` after that. A group's are when all its ranks' are.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 The verdict of a handoff is never delayed by this, and nothing is released unproven.
 
     source       quiet when the worker says that the move is settled, its link is fenced, or the
-                 worker's process is dead
+                 worker's process is dead; or, of a worker in its rank's process, its next life begins
     destination  quiet after that *and*, where the backend's bytes may still land, when the decode
                  rank has run for ``drain_s``; or at once when that rank is gone
 
 Ladder after a failure: wait ``settle_s`` for the moves to end -> fence the peers concerned -> kill
-the worker -> hold for ever.
+the worker, unless it runs in its rank's own process -> hold for ever.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from coordinator.reattach import Reattach
 from coordinator.release import Releases
 from coordinator.rooms import Rooms, pairing
 from coordinator.transfers import Transfers
+from coordinator.worker.hosted import HostedWorker
 from coordinator.worker.settings import WorkerSettings
 from coordinator.worker.supervisor import STOP_S, Worker
 
@@ -52,11 +53,11 @@ class Service:
         self,
         config: Config,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
-        hire: type[Worker] = Worker,
+        hire: type[Worker] | None = None,
     ) -> None:
         """Wire the parts together; nothing is opened yet. ``hire`` makes the workers."""
         self.config = config
-        self._hire = hire
+        self._hire = hire or (HostedWorker if config.backend.hosting == "rank" else Worker)
         self.epoch = secrets.randbits(63) | 1
         self.counters = Counters()
         self._context = context or zmq.Context.instance()
@@ -71,6 +72,7 @@ class Service:
         self.control = Control(
             config, self.epoch, self.membership, self.rooms, self.transfers, self.broadcaster, self.counters
         )
+        self.control.lodging = issubclass(self._hire, HostedWorker)
         self._control = self.control.channel = Channel(self._router, self.control.on_message)
         self.reattach = self.control.reattach = Reattach(
             config, self.membership, self.rooms, self.transfers, self.control.answer_hello
@@ -218,11 +220,17 @@ class Service:
             self._spawn(self._dismiss(rank))
 
     def forgotten(self, rank: Rank) -> None:
-        """Keep no link to a rank that did not come back, and no worker for it."""
+        """Keep no link to a rank that did not come back, and no worker for it, unless it still moves."""
         if rank.group.role is Role.DECODE:
             self.transfers.forget(rank)
-        elif rank in self.transfers.crews:
+        elif rank in self.transfers.crews and not (self._lodges(rank) and self.transfers.moves(rank)):
             self._spawn(self._dismiss(rank))
+
+    def died(self, rank: Rank) -> None:
+        """What ran in a rank's process has ended with it."""
+        crew = self.transfers.crews.get(rank)
+        if crew is not None and isinstance(crew.worker, HostedWorker):
+            crew.worker.ended(f"the process of {rank.name} died")
 
     def moved(self, rank: Rank) -> None:
         """Write to where a decode rank's memory can be reached now."""
@@ -251,10 +259,19 @@ class Service:
         return found
 
     async def _dismiss(self, rank: Rank) -> None:
-        worker = self.transfers.crews[rank].worker
-        worker.kill(f"{rank.name} is dead")
-        await worker.stop()
+        crew = self.transfers.crews[rank]
+        if not self._lodges(rank):
+            await crew.worker.retire(f"{rank.name} is dead")
+        else:
+            # Its process may live although its place is taken; then it answers.
+            crew.commands.stop()
+            if self.transfers.moves(rank):
+                await crew.worker.retire(f"{rank.name} is gone")
         self.transfers.dismiss(rank)
+
+    def _lodges(self, rank: Rank) -> bool:
+        """Whether a rank's worker runs in the rank's own process."""
+        return isinstance(self.transfers.crews[rank].worker, HostedWorker)
 
     def _quarantine_budget(self) -> int:
         """What is configured, or a tenth of the pools that are sent from; in bytes."""

@@ -183,6 +183,10 @@ class Transfers:
         for flight in [flight for flight in self.flights.values() if flight.route.crew is crew]:
             self._flight_failed(flight, failure, settled=True, started=flight.number not in unsent)
 
+    def moves(self, rank: Rank) -> bool:
+        """Whether a prefill rank's worker may still move something."""
+        return any(flight.route.crew.worker.rank is rank for flight in self.flights.values())
+
     def dismiss(self, rank: Rank) -> None:
         """Forget a worker that has ended for good."""
         self.crews.pop(rank, None)
@@ -423,13 +427,19 @@ class Transfers:
         return route
 
     def _connect(self, route: Route) -> None:
-        hello = route.rank.hello
+        hello, pool = route.rank.hello, route.rank.hello.pool
         route.state = RouteState.CONNECTING
         route.retry = None
         self._connects.sign(route)
         route.crew.commands.put(
             ConnectPeer(
-                route.rank.peer, hello.endpoint, hello.layout, hello.world_size, hello.rank, hello.pool.pages
+                route.rank.peer,
+                hello.endpoint,
+                hello.layout,
+                hello.world_size,
+                hello.rank,
+                pool.pages,
+                pool.regions,
             )
         )
 

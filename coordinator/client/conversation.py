@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from coordinator.client.settings import ClientSettings
     from coordinator.errors import CoordinatorError
-    from coordinator.messages import Broadcast, Event, Item, ToRank
+    from coordinator.messages import Broadcast, Event, Item, ToRank, WorkerOrders
 
 #: A batch of items ends beyond this many bytes, so that no frame holds up the next for long.
 BATCH_BYTES: Final = 1 << 18
@@ -57,6 +57,7 @@ class Conversation:
         news: something changed since the engine drained last: events, the head, a refusal, a fault.
         drained_through: what the engine gave to ``drain`` last; all that it reached is drained.
         outcomes: address to subscribe to; empty before the first ``Welcome``.
+        orders: for the worker that this rank is to run itself; None when it is to run none.
         connections: counted up when the sockets must be made anew.
 
     """
@@ -81,6 +82,7 @@ class Conversation:
         self.drained_through: bytes | None = None
         self.outcomes = ""
         self._lineage = 0
+        self.orders: WorkerOrders | None = None
         self.connections = 0
         self.hello = hello
         self._settings = settings
@@ -321,6 +323,7 @@ class Conversation:
         self._heartbeat_s = max(_MIN_HEARTBEAT_S, welcome.heartbeat_s)
         self._lineage = welcome.lineage
         self.outcomes = self.standing.outcomes = welcome.outcomes
+        self.orders = welcome.worker
         if self.standing.state is not RankState.READY:
             self.standing.become(RankState.JOINED)
         self._take(welcome.first, welcome.events, welcome.stable, now_s)

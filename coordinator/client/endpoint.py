@@ -9,17 +9,20 @@ import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
 
 from backends import registry
-from backends.base import Region
-from coordinator.errors import PoolError
+from coordinator.client.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from backends.base import Backend
     from coordinator.client.pool import KVPool
+
+#: Length of the file for the gate of memory that has no file; it only carries locks.
+GATE_BYTES: Final = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +55,7 @@ class Endpoint:
             PoolError: the pool is closed.
 
         """
-        if pool.tensor.device.type != "cpu":
-            message = f"memory on {pool.tensor.device} cannot be registered by this version"
-            raise PoolError(message)
+        pool.check_open()
         self.pool = pool
         self.name = backend
         self.renewals = 0
@@ -64,7 +65,13 @@ class Endpoint:
         self._former: list[Backend] = []
         self._closed = False
         self._backend: Backend | None = None
-        self._start()
+        # Memory that has no file gets one for its gate.
+        self._gate = None if pool.path else Segment(GATE_BYTES)
+        try:
+            self._start()
+        except BaseException:
+            self._close_gate()
+            raise
 
     def follow(self, moved: Callable[[bytes], None]) -> None:
         """Call ``moved``, a bound method, with the new address after each renewal, from any thread.
@@ -123,6 +130,11 @@ class Endpoint:
             backend, self._backend = self._backend, None
             if backend is not None:
                 backend.close()
+            self._close_gate()
+
+    def _close_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,11 +148,10 @@ class Endpoint:
         backend = registry.load(self.name)(agent, self._options)
         try:
             backend.start(sends=False)
-            backend.register(
-                Region(
-                    address=self.pool.address, size_bytes=self.pool.size_bytes, path=self.pool.path or None
-                )
-            )
+            for region in self.pool.regions:
+                if self._gate is not None:
+                    region = replace(region, gate_path=self._gate.path, gate_bytes=GATE_BYTES)  # noqa: PLW2901 - the same
+                backend.register(region)
             self.address = backend.endpoint()
         except BaseException:
             # Whatever went wrong, an engine that has started must not keep our memory.

@@ -45,9 +45,10 @@ def introduction(
     if world_size != pool.world_size:
         message = (
             f"world_size is {world_size}, but the pool was allocated for world_size {pool.world_size}: "
-            f"its pages have another size; give KVPool.allocate the world_size of the group"
+            f"its pages have another size; give KVPool.allocate (or wrap) the world_size of the group"
         )
         raise PoolError(message)
+    pool.check_open()
     if not 0 <= rank < world_size:
         message = f"rank is {rank}, must be from 0 to world_size - 1, which is {world_size - 1}"
         raise ProtocolError(message)
@@ -70,7 +71,7 @@ def introduction(
             process=_this_process(),
             backend="" if endpoint is None else endpoint.name,
             layout=pool.layout,
-            pool=Pool(pool.path, pool.size_bytes, pool.pages),
+            pool=Pool(pool.path, pool.size_bytes, pool.pages, len(pool.regions)),
             endpoint=b"" if endpoint is None else endpoint.address,
             transport=address.partition("://")[0][:16],
         )

@@ -26,6 +26,7 @@ from coordinator.messages import Bye, encode
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from coordinator.client.hosting import Hosting
     from coordinator.client.inbox import Inbox
     from coordinator.client.lives import Lives
     from coordinator.client.proof import Proof
@@ -55,10 +56,12 @@ class IoThread:
         group: str,
         settings: ClientSettings,
         make_proof: Callable[[Callable[[bytes], None]], Proof],
+        hosting: Hosting | None = None,
     ) -> None:
         """Start to talk to the coordinator at ``address``.
 
         ``make_proof`` is given what hears of the endpoint's new addresses (see ``DestinationProof``).
+        ``hosting`` runs a prefill rank's worker, where the coordinator wants that.
 
         Raises:
             ConfigError: ZeroMQ cannot use the address, or a key file cannot be read.
@@ -73,6 +76,7 @@ class IoThread:
         self._sleeping = False
         self._stopping = False
         self._prover = Prover(lives, make_proof(self.endpoint_moved))
+        self._hosting = hosting
         try:
             # Opened here, where a bad address can be told; from its start on the thread owns them.
             self._lines = Lines(lives.conversation, address, group, keys, self._wake.fileno())
@@ -166,7 +170,7 @@ class IoThread:
         self._wake.ring()
 
     def close(self) -> None:
-        """Send what can be sent, say goodbye and end the thread, within ``_CLOSE_S``."""
+        """Send what can be sent, say goodbye and end the thread, within ``_CLOSE_S``; then the worker."""
         self._stopping = True
         if threading.current_thread() is self._thread:
             return  # The garbage collector called us, perhaps in the middle of anything.
@@ -181,13 +185,16 @@ class IoThread:
         if self._thread.is_alive():
             logger.error("%s: the I/O thread has not ended within %s s", name, _CLOSE_S)
             return
+        if self._hosting is not None:
+            self._hosting.stop(_CLOSE_S)
         logger.info("%s is closed; %d calls were not confirmed", name, unconfirmed)
         self._wake.close()
         if self._bell is not None:
             self._bell.close()
 
     def abandon(self) -> None:
-        """In a forked child: the thread and its sockets have stayed with the parent."""
+        """In a forked child: the threads and their sockets have stayed with the parent."""
+        self._hosting = None
         self._lock = threading.Condition(threading.Lock())
         talk = self.lives.conversation
         message = f"{talk.standing.name} was connected before this process was forked: connect anew"
@@ -202,6 +209,8 @@ class IoThread:
             self._die(error)
         finally:
             self._lines.close()
+            if self._hosting is not None:
+                self._hosting.follow(None, 0)
             self._prover.close()
 
     def _loop(self) -> None:
@@ -234,8 +243,10 @@ class IoThread:
             self._tell_engine()
 
     def _follow(self) -> None:
-        """Have the lines that the conversation wants."""
+        """Have the lines that the conversation wants, and the worker that its coordinator wants."""
         talk = self.lives.conversation
+        if self._hosting is not None:
+            self._hosting.follow(talk.orders, talk.hello.instance)
         try:
             is_new = self._lines.follow(talk)
         except RefusedError as error:

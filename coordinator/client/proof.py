@@ -1,7 +1,8 @@
 """How a rank proves that nothing moves at its pages any more, after its coordinator was lost.
 
-A prefill rank's pages are read by the worker that the coordinator had spawned. It dies with the
-coordinator, but one that is only cut off lives on, and its workers with it. Whoever sends from a pool
+A prefill rank's pages are read by its worker. One that the rank itself runs must have fenced all
+links of its former lives (``coordinator.client.hosting``). One that the coordinator had spawned dies with
+the coordinator, but one that is only cut off lives on, and its workers with it. Whoever sends from a pool
 holds the lock on its file (``coordinator.worker.memory``), which the kernel drops with the process. So
 the rank tries to take it. Having it, it knows that the former worker is dead, and keeps it so that none
 can be started again for its former life; it lets go when a coordinator has welcomed the new one. That
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.client.endpoint import Endpoint
+    from coordinator.client.hosting import Hosting
     from coordinator.client.pool import KVPool
 
 logger = logging.getLogger(__name__)
@@ -65,20 +67,25 @@ class Proof(ABC):
 class SourceProof(Proof):
     """For a prefill rank: no worker of a former life has its pool."""
 
-    def __init__(self, pool: KVPool) -> None:
-        """Watch over ``pool``, which has a file."""
+    def __init__(self, pool: KVPool, hosting: Hosting) -> None:
+        """Watch over ``pool``, and what this process itself does with it."""
+        self._hosting = hosting
         self._path = pool.path
         self._size_bytes = pool.size_bytes
         self._descriptor = -1
 
     def lost(self) -> None:
-        """Nothing to note: the lock is looked at afterwards."""
+        """Nothing to note: it is looked at afterwards."""
 
     def prepare(self) -> None:
-        """Nothing to do: the former worker is not ours to end."""
+        """Nothing to do: a former worker ends by itself, or is not ours to end."""
 
     def holds(self, instance: int) -> bool:
         """See ``Proof.holds``."""
+        if not self._hosting.serves_only(instance):
+            return False
+        if not self._path:
+            return True  # No other process can have it.
         if self._descriptor < 0:
             try:
                 self._descriptor = open_shared(self._path, self._size_bytes)

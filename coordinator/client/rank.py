@@ -8,12 +8,14 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex
 
+from coordinator.client.hosting import Hosting
 from coordinator.client.introduction import introduction
 from coordinator.client.iothread import IoThread
 from coordinator.client.lives import Lives
 from coordinator.client.pages import pack
 from coordinator.client.proof import DestinationProof, SourceProof
 from coordinator.client.settings import DEFAULTS
+from coordinator.client.sockets import load_keys
 from coordinator.client.standing import RankState
 from coordinator.errors import NotReadyError, PoolError, ProtocolError
 from coordinator.messages import (
@@ -63,12 +65,13 @@ class Rank:
         hello: Hello,
         settings: ClientSettings,
         make_proof: Callable[[Callable[[bytes], None]], Proof],
+        hosting: Hosting | None = None,
     ) -> None:
         """Begin to talk to the coordinator; use ``connect``."""
         self._settings = settings
         self._pool_pages = hello.pool.pages
         self._lives = Lives(hello, address, settings, time.monotonic())
-        self._io = IoThread(self._lives, address, hello.group, settings, make_proof)
+        self._io = IoThread(self._lives, address, hello.group, settings, make_proof, hosting)
         self._close = weakref.finalize(self, self._io.close)
 
     # --- what came ---------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class Rank:
             raise NotReadyError(message)
 
     def close(self) -> None:
-        """Leave: send what can be sent at once, say goodbye. Takes at most 2 s; twice is fine."""
+        """Leave: send what can be sent at once, say goodbye. Takes at most 4 s; twice is fine."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -212,6 +215,9 @@ class PrefillRank(Rank):
             pool: the pages that are sent; it must outlive this object.
             settings: bounds.
 
+        Where the coordinator's ``backend.hosting`` is ``"rank"``, the worker that moves the pages runs
+        in threads of this process; see ``coordinator.client.hosting``.
+
         Raises:
             ConfigError: the address cannot be used.
             PoolError: the pool does not fit, or is closed.
@@ -219,7 +225,8 @@ class PrefillRank(Rank):
 
         """
         hello = introduction(Role.PREFILL, address, group, rank, world_size, pool)
-        return cls(address, hello, settings, lambda _: SourceProof(pool))
+        hosting = Hosting(pool, hello, address, load_keys(settings))
+        return cls(address, hello, settings, lambda _: SourceProof(pool, hosting), hosting)
 
     def open(self, room: SupportsIndex) -> None:
         """Announce that this engine has queued the room, so that its offer does not expire.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
+from coordinator.messages import Role
 from coordinator.sim.book import Book, Party
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.engine import Sabotage
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from coordinator.layout import Layout
-    from coordinator.messages import Role
     from coordinator.sim.child import Child
     from coordinator.sim.options import ClusterOptions
     from coordinator.sim.wire import Command, Request
@@ -113,6 +113,7 @@ class Cluster:
             reports=self._reports_address,
             directory=str(self.directory),
             backend=self.options.backend,
+            private=self.options.hosting == "rank" and role is Role.PREFILL,
             layout=layout or self.options.layout,
             pages=self.options.pages,
             options=dict(self.options.options),
@@ -249,7 +250,7 @@ class Cluster:
 
     def _config(self) -> dict[str, dict[str, object]]:
         tables: dict[str, dict[str, object]] = {
-            "backend": {"name": self.options.backend},
+            "backend": {"name": self.options.backend, "hosting": self.options.hosting},
             "handoff": {"deadline_s": 60.0},
             "shutdown": {"grace_s": 1.0},
         }

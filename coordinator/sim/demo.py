@@ -56,6 +56,7 @@ class DemoOptions:
         handoffs: how many requests are handed over.
         kill_coordinator: kill the coordinator in the middle, instead of decode.
         json_path: where the result is written as JSON, too.
+        hosting: who runs the workers, the ``coordinator`` or each prefill ``rank`` its own.
         settle_s: bound of every wait for handoffs.
         sabotage: faults to build in, by group name, to prove that the demo can fail.
 
@@ -68,6 +69,7 @@ class DemoOptions:
     handoffs: int = 200
     kill_coordinator: bool = False
     json_path: Path | None = None
+    hosting: str = "coordinator"
     settle_s: float = 60.0
     sabotage: Mapping[str, Sabotage] = field(default_factory=dict)
 
@@ -157,6 +159,7 @@ def _drive(options: DemoOptions, console: Console) -> Summary:
     layout = _layout(options)
     cluster_options = ClusterOptions(
         backend=options.backend,
+        hosting=options.hosting,
         layout=layout,
         pages=_pages(options, layout),
         sabotage=options.sabotage,

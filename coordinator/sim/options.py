@@ -20,6 +20,8 @@ class ClusterOptions:
 
     Attributes:
         backend: name of the transfer backend.
+        hosting: who runs the workers: the ``coordinator``, or each prefill ``rank`` its own, over
+            memory that no other process can map.
         layout: of every pool, unless an engine is added with another one.
         pages: in every rank's pool.
         step_s: how long a step of prefill takes at least.
@@ -34,6 +36,7 @@ class ClusterOptions:
     """
 
     backend: str = "loopback"
+    hosting: str = "coordinator"
     layout: Layout = field(default_factory=lambda: small_layout(2))
     pages: int = 512
     step_s: float = 0.002

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import torch
 import zmq
 
 from backends.base import BackendError
@@ -112,9 +113,7 @@ def _run(settings: RankSettings, engines: Engines, cleanup: ExitStack) -> None:
     if settings.rank:
         address = step_address(settings.directory, settings.group, settings.rank)
         follower = cleanup.enter_context(StepReceiver(address, settings.step_timeout_s))
-    pool = cleanup.enter_context(
-        KVPool.allocate(settings.layout, settings.pages, settings.world_size, rank=settings.rank)
-    )
+    pool = cleanup.enter_context(_make_pool(settings))
     engine, client = _connect(settings, engines, pool, cleanup)
     client.wait_ready(settings.ready_timeout_s)
     mailbox.report([Ready(os.getpid(), pool.path, pool.size_bytes, time.monotonic() - began_s)])
@@ -126,6 +125,14 @@ def _run(settings: RankSettings, engines: Engines, cleanup: ExitStack) -> None:
         _lead(engine, client, mailbox, sender, settings.step_s)
     else:
         _follow(engine, mailbox, follower)
+
+
+def _make_pool(settings: RankSettings) -> KVPool:
+    layout, world_size, rank = settings.layout, settings.world_size, settings.rank
+    if not settings.private:
+        return KVPool.allocate(layout, settings.pages, world_size, rank=rank)
+    memory = torch.zeros(layout.pool_bytes(settings.pages, world_size, rank), dtype=torch.uint8)
+    return KVPool.wrap([memory], layout, world_size, rank=rank)
 
 
 def _connect(

@@ -21,6 +21,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reports: address of the driver.
         directory: where sockets lie; short, for paths of sockets are.
         backend: name of the transfer backend.
+        private: its pool is memory that no other process can map.
         layout: of its pool.
         pages: in its pool.
         incarnation: how often its engine was started, itself included.
@@ -45,6 +46,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
     pages: int
     incarnation: int = 1
+    private: bool = False
     options: dict[str, str | int | float | bool] = {}
     step_s: float = 0.002
     ready_timeout_s: float = 60.0

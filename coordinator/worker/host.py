@@ -15,7 +15,7 @@ from coordinator.messages import ConnectPeer, Fenced, FencePeer, Move, MoveFaile
 from coordinator.worker.lane import CONNECT, Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from backends.base import Backend, Region
     from coordinator.messages import Command, Report
@@ -59,11 +59,11 @@ class WorkerHost:
         self._crashed = crashed
         self._lanes: dict[str, Lane] = {}
 
-    def start(self, region: Region) -> None:
-        """Start the backend, and register the pool.
+    def start(self, regions: Sequence[Region]) -> None:
+        """Start the backend, and register the pool's regions.
 
         Raises:
-            PoolError: the region is not as large as the layout says.
+            PoolError: they are not as many, or not as large, as the layout says.
             LayoutError: the layout is impossible.
             BackendError: the backend cannot be started, or refuses the memory.
 
@@ -71,11 +71,13 @@ class WorkerHost:
         ours = self._ours
         ours.check()
         needed = ours.region_bytes()
-        if region.size_bytes != needed:
-            message = f"the pool has {region.size_bytes} bytes, {ours.pages} pages need {needed}"
+        if len(regions) != ours.regions or any(region.size_bytes != needed for region in regions):
+            sizes = ", ".join(str(region.size_bytes) for region in regions)
+            message = f"the pool has {sizes} bytes, {ours.pages} pages need {ours.regions} x {needed}"
             raise PoolError(message)
         self._backend.start(sends=True)
-        self._backend.register(region)
+        for region in regions:
+            self._backend.register(region)
 
     def obey(self, commands: Iterable[Command]) -> None:
         """Take commands, in order. What comes of them is reported."""

@@ -215,7 +215,7 @@ class Lane:
             self._broken = f"{self.peer} was connected anew, elsewhere"
             self._drop_link()
         self._links += 1
-        theirs = RankPool(command.layout, command.world_size, command.rank, command.pages)
+        theirs = RankPool(command.layout, command.world_size, command.rank, command.pages, command.regions)
         started_s = time.monotonic()
         try:
             self._route = route(self._ours, theirs)

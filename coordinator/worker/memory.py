@@ -58,17 +58,9 @@ class MappedPool:
         if not is_pool_path(path):
             message = f"{path!r} is not a pool: it must be named {POOL_PREFIX}<16 to 64 hexadecimal digits>"
             raise PoolError(message)
+        descriptor = lock_pool(path, size_bytes, instance)
         try:
-            descriptor = open_shared(path, size_bytes)
-        except InvalidTransferError as error:
-            message = f"the pool cannot be mapped: {error}"
-            raise PoolError(message) from error
-        try:
-            _lock(descriptor, lock_for(instance))
             self._memory = mmap.mmap(descriptor, size_bytes)
-        except PoolBusyError:
-            os.close(descriptor)
-            raise
         except (OSError, ValueError) as error:
             os.close(descriptor)
             message = f"the pool {path!r} of {size_bytes} bytes cannot be mapped: {error}"
@@ -83,6 +75,33 @@ class MappedPool:
         del self._export
         self._memory.close()
         os.close(self._descriptor)
+
+
+def lock_pool(path: str, size_bytes: int, instance: int) -> int:
+    """Lock a pool's file, to send for the life ``instance`` of its owner.
+
+    Returns a descriptor that the caller closes, and with it gives the lock back.
+
+    Raises:
+        PoolError: it is no such file.
+        PoolBusyError: it is locked for longer than ``LOCK_S``.
+
+    """
+    try:
+        descriptor = open_shared(path, size_bytes)
+    except InvalidTransferError as error:
+        message = f"the pool cannot be mapped: {error}"
+        raise PoolError(message) from error
+    try:
+        _lock(descriptor, lock_for(instance))
+    except PoolBusyError:
+        os.close(descriptor)
+        raise
+    except OSError as error:
+        os.close(descriptor)
+        message = f"the pool {path!r} cannot be locked: {error}"
+        raise PoolError(message) from error
+    return descriptor
 
 
 def _lock(descriptor: int, wanted: Range) -> None:

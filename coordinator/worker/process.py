@@ -1,7 +1,6 @@
 """The worker as a process: ``python -m coordinator.worker``, settings on stdin.
 
-The main thread owns the control socket and does nothing that blocks: it takes commands, hands on
-reports and gives a sign of life. The backend's calls are made in the lanes' threads.
+The main thread runs the worker's loop (``coordinator.worker.loop``).
 
 The end
     On ``Stop``, and when stdin ends (the parent is gone, or wants us to end), all links are fenced,
@@ -14,39 +13,32 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import secrets
 import select
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 import zmq
 
 from backends import registry
 from backends.base import BackendError
 from coordinator import messages
-from coordinator.errors import ConfigError, CoordinatorError, PoolBusyError, ProtocolError
-from coordinator.messages import Commands, Refused, Reports, Stop, WorkerHello
+from coordinator.errors import ConfigError, CoordinatorError, PoolBusyError
+from coordinator.messages import WorkerHello
 from coordinator.worker.host import WorkerHost
+from coordinator.worker.loop import MAX_COMMANDS_BYTES, ControlLoop, End
 from coordinator.worker.memory import MappedPool
 from coordinator.worker.outbox import Outbox
 from coordinator.worker.places import RankPool
 from coordinator.worker.settings import MAX_SETTINGS_BYTES, ExitCode, decode_settings
 
-if TYPE_CHECKING:
-    from coordinator.worker.settings import WorkerSettings
-
 #: How long the parent may take to write the settings.
 SETTINGS_S: Final = 30.0
 #: How long fencing all links may take at the end.
 CLOSE_S: Final = 1.0
-#: Frames taken from the socket before reports are looked after.
-_FRAMES_PER_TURN: Final = 64
-#: Larger than any message with commands.
-_MAX_COMMANDS_BYTES: Final = 64 << 20
 _STDIN: Final = 0
 _STDOUT: Final = 1
 _STDERR: Final = 2
@@ -86,7 +78,7 @@ def _run() -> ExitCode:
         agent = f"{settings.label}-{secrets.token_hex(4)}"
         backend = registry.load(settings.backend)(agent, settings.options)
         host = WorkerHost(backend, ours, settings.budget, outbox.put, _lane_crashed)
-        host.start(pool.region)
+        host.start([pool.region])
     except BackendError as error:
         _log.error("backend %s: %s", settings.backend, error)
         return ExitCode.BACKEND
@@ -102,98 +94,35 @@ def _run() -> ExitCode:
         os.getpid(),
         backend.capabilities.lands_after_settled,
     )
-    code = ControlLoop(settings, hello, host, outbox).run()
+    line = _connect(settings.control)
+    loop = ControlLoop(line, hello, host, outbox, settings.heartbeat_s)
+    loop.listen(_STDIN, _stdin_ended)
+    end = loop.run()
+    line.close()
     try:
         host.close(CLOSE_S)
     except BackendError as error:
         _log.error("the backend cannot be closed: %s", error)
-    return code
+    return ExitCode.REFUSED if end is End.REFUSED else ExitCode.STOPPED
 
 
-class ControlLoop:
-    """The main thread's loop: control socket, reports, stdin."""
+def _connect(address: str) -> zmq.Socket[bytes]:
+    """Open the control socket."""
+    line: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    line.set(zmq.ROUTING_ID, secrets.token_bytes(16))
+    line.set(zmq.LINGER, 0)
+    line.set(zmq.IPV6, 1)
+    line.set(zmq.MAXMSGSIZE, MAX_COMMANDS_BYTES)
+    line.connect(address)
+    return line
 
-    def __init__(
-        self, settings: WorkerSettings, hello: WorkerHello, host: WorkerHost, outbox: Outbox
-    ) -> None:
-        """Open the socket; ``hello`` is the first message on it."""
-        self._heartbeat_s = settings.heartbeat_s
-        self._host = host
-        self._outbox = outbox
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, secrets.token_bytes(16))
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IPV6, 1)
-        self._socket.set(zmq.MAXMSGSIZE, _MAX_COMMANDS_BYTES)
-        self._socket.connect(settings.control)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(outbox.fileno(), zmq.POLLIN)
-        self._poller.register(_STDIN, zmq.POLLIN)
-        # A message that the socket did not take yet.
-        self._pending = messages.encode(hello)
-        self._ended: ExitCode | None = None
-        self._sign_due_s = 0.0
 
-    def run(self) -> ExitCode:
-        """Serve until told to end; how it ended."""
-        self._send()
-        while self._ended is None:
-            wait_s = max(0.0, self._sign_due_s - time.monotonic())
-            events = dict(self._poller.poll(math.ceil(1000 * wait_s)))
-            if self._socket in events:
-                self._receive()
-            if self._outbox.fileno() in events:
-                self._outbox.rest()
-            if _STDIN in events and not os.read(_STDIN, 4096):
-                _log.info("stdin ended")
-                self._ended = ExitCode.STOPPED
-            self._send()
-        self._socket.close()
-        return self._ended
-
-    def _receive(self) -> None:
-        """Take what has arrived, within reason."""
-        for _ in range(_FRAMES_PER_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._obey(frames)
-            except ProtocolError as error:
-                _log.error("ignored from the coordinator: %s", error)
-
-    def _obey(self, frames: list[bytes]) -> None:
-        if len(frames) != 1:
-            message = f"a message of {len(frames)} frames"
-            raise ProtocolError(message)
-        match messages.decode_to_worker(frames[0]):
-            case Commands(items=items):
-                self._host.obey(items)
-            case Refused(message=message):
-                _log.error("refused by the coordinator: %s", message)
-                self._ended = ExitCode.REFUSED
-            case Stop():
-                self._ended = ExitCode.STOPPED
-
-    def _send(self) -> None:
-        """Send reports, or a sign of life when one is due, as far as the socket takes them."""
-        while True:
-            if not self._pending:
-                reports = self._outbox.take(messages.MAX_ITEMS)
-                if not reports and time.monotonic() < self._sign_due_s:
-                    return
-                self._pending = messages.encode(Reports(reports))
-            try:
-                self._socket.send(self._pending, zmq.NOBLOCK)
-            except zmq.Again:
-                self._poller.modify(self._socket, zmq.POLLIN | zmq.POLLOUT)
-                self._sign_due_s = time.monotonic() + self._heartbeat_s
-                return
-            self._poller.modify(self._socket, zmq.POLLIN)
-            self._pending = b""
-            self._sign_due_s = time.monotonic() + self._heartbeat_s
+def _stdin_ended() -> bool:
+    """Read stdin; whether that was its end."""
+    if os.read(_STDIN, 4096):
+        return False
+    _log.info("stdin ended")
+    return True
 
 
 def _read_settings() -> bytes:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from coordinator.groups import Rank
+    from coordinator.messages import WorkerOrders
 
 #: Pauses after the first, second ... early death in a row, seconds.
 RESTART_PAUSES_S: Final = (0.0, 0.0, 0.2, 1.0, 5.0)
@@ -89,6 +90,11 @@ class Worker:
         """Names the worker in logs."""
         return f"worker of {self.rank.name}"
 
+    @property
+    def orders(self) -> WorkerOrders | None:
+        """What its rank must know to run it; None when we do that."""
+        return None
+
     def start(self) -> None:
         """Run it until ``stop``."""
         self._task = asyncio.get_running_loop().create_task(self._supervise())
@@ -111,6 +117,15 @@ class Worker:
             # It may have ended in this instant.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+    def unheard(self, why: str) -> None:
+        """It did not get its commands: end the present life."""
+        self.kill(why)
+
+    async def retire(self, why: str) -> None:
+        """End it for good, by force; nothing moves on its account afterwards."""
+        self.kill(why)
+        await self.stop()
 
     async def stop(self) -> None:
         """End it for good: first politely (its stdin ends), then by force."""
@@ -251,7 +266,7 @@ class CommandQueue:
         while self._items:
             if not self._send([identity, encode(Commands(self._take()))]):
                 # Its reader does nothing but read: a full queue means that the process is stuck.
-                self._worker.kill("does not read its commands")
+                self._worker.unheard("does not read its commands")
                 return
 
     def _take(self) -> list[Command]:

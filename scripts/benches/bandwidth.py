@@ -226,8 +226,9 @@ def _check_arrival(decode: RankHandle) -> None:
 def pool_engine(rank: PrefillRank | DecodeRank, pool: KVPool, driver: Connection) -> None:
     """Do what the driver says."""
     page_bytes = pool.layout.page_bytes(1)
-    memory = bare.Memory(pool.address, page_bytes, pool.layout.planes, pool.pages)
-    words = np.ctypeslib.as_array((ctypes.c_uint64 * (pool.size_bytes // 8)).from_address(pool.address))
+    address = pool.regions[0].address
+    memory = bare.Memory(address, page_bytes, pool.layout.planes, pool.pages)
+    words = np.ctypeslib.as_array((ctypes.c_uint64 * (pool.size_bytes // 8)).from_address(address))
     blocks = words.reshape(memory.count, page_bytes // 8)
     if isinstance(rank, DecodeRank):
         blocks.fill(0)

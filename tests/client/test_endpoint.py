@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from backends import registry
-from backends.base import BackendError, BackendUnavailableError, Grid, Part, Region, Status
+from backends.base import BackendError, BackendUnavailableError, Grid, Part, Status
 from coordinator.client import Endpoint, KVPool
 from coordinator.errors import PoolError
 from tests.client.peer import LAYOUT
@@ -18,7 +18,7 @@ def test_what_is_written_to_the_endpoint_lands_in_the_pool() -> None:
             assert (endpoint.pool, endpoint.name) == (pool, "loopback")
             sender = registry.load("loopback")("sender", {})
             sender.start(sends=True)
-            sender.register(Region(source.address, source.size_bytes, path=source.path))
+            sender.register(source.regions[0])
             link = sender.connect("d/0", endpoint.address)
             grid = Grid(0, 0, 256, 256, 32)
             source.tensor.view(-1)[256 * 3 : 256 * 4] = 7

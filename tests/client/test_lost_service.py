@@ -17,6 +17,7 @@ from coordinator.client import (
     DecodeRank,
     Endpoint,
     KVPool,
+    Layout,
     Outcome,
     PrefillRank,
     RankState,
@@ -43,6 +44,7 @@ outcomes = ["ipc://{directory}/outcomes"]
 address = ""
 [backend]
 name = "{backend}"
+hosting = "{hosting}"
 [backend.options.loopback]
 control = "{directory}/faults.toml"
 [rank]
@@ -93,6 +95,12 @@ class Engine:
         return found
 
 
+def private_pool(layout: Layout, pages: int, world_size: int) -> KVPool:
+    """A pool in memory that only this process has."""
+    memory = torch.zeros(layout.pool_bytes(pages, world_size), dtype=torch.uint8)
+    return KVPool.wrap([memory], layout, world_size)
+
+
 class Deployment:
     """A coordinator, a prefill engine and a decode engine."""
 
@@ -103,15 +111,19 @@ class Deployment:
         stack: ExitStack,
         backend: str,
         way: Callable[[str], str] = lambda address: address,
+        hosting: str = "coordinator",
     ) -> None:
         """Start all; decode ranks go to the coordinator's address by ``way``."""
         self.programs = programs
         self.directory = directory
         self.address = f"ipc://{directory}/control"
         (directory / "faults.toml").write_text("")
-        (directory / "config.toml").write_text(CONFIG.format(directory=directory, backend=backend))
+        (directory / "config.toml").write_text(
+            CONFIG.format(directory=directory, backend=backend, hosting=hosting)
+        )
         self.coordinator = self.serve()
-        sources = [stack.enter_context(KVPool.allocate(LAYOUT, 16, SIZE)) for _ in range(SIZE)]
+        make = KVPool.allocate if hosting == "coordinator" else private_pool
+        sources = [stack.enter_context(make(LAYOUT, 16, SIZE)) for _ in range(SIZE)]
         targets = [stack.enter_context(KVPool.allocate(LAYOUT, 16, SIZE)) for _ in range(SIZE)]
         self.endpoints = [stack.enter_context(Endpoint(pool, backend)) for pool in targets]
         self.prefill = Engine(
@@ -215,13 +227,22 @@ def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.client.lives.QUIET_HOLD_S", 0.1)
 
 
-@pytest.fixture(params=["loopback", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(
+    params=[
+        "coordinator loopback",
+        pytest.param("coordinator nixl", marks=needs_nixl),
+        "rank loopback",
+        pytest.param("rank nixl", marks=needs_nixl),
+    ]
+)
 def deployment(programs: Programs, short_dir: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    hosting, backend = request.param.split()
     with ExitStack() as stack:
-        yield Deployment(programs, short_dir, stack, request.param)
+        yield Deployment(programs, short_dir, stack, backend, hosting=hosting)
 
 
-loopback_only = pytest.mark.parametrize("deployment", ["loopback"], indirect=True)
+loopback_only = pytest.mark.parametrize("deployment", ["coordinator loopback"], indirect=True)
+loopback = pytest.mark.parametrize("deployment", ["coordinator loopback", "rank loopback"], indirect=True)
 
 
 def test_the_node_of_the_coordinator_is_gone_for_good(deployment: Deployment) -> None:
@@ -297,12 +318,42 @@ def test_a_coordinator_that_stood_still_past_the_verdict(deployment: Deployment)
         assert {key: engine.outcomes()[key] for key in lost} == lost
 
 
+@pytest.mark.parametrize("deployment", ["rank loopback"], indirect=True)
+def test_a_worker_of_the_rank_is_fenced_without_its_coordinator(deployment: Deployment) -> None:
+    """Cases C16 and C24: it stands still past the verdict; nobody waits for it to have pages back."""
+    deployment.hand_over(1, 1)
+    for pool in deployment.prefill.pools:
+        pool.tensor[:, 2] = 99
+    (deployment.directory / "faults.toml").write_text(STALL)
+    deployment.offer(2, 2)
+    deployment.send(2, 2)
+    eventually(lambda: moving(deployment), 10, "the workers have begun to write")
+    pid = deployment.coordinator.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        deployment.both_lost()
+        deployment.run(
+            lambda: len(deployment.prefill.released()) == len(deployment.decode.released()) == 2,
+            "all pages are back",
+        )
+        before = [pool.tensor.clone() for pool in deployment.decode.pools]
+        (deployment.directory / "faults.toml").write_text("")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    deployment.ready()
+    for pool, tensor in zip(deployment.decode.pools, before, strict=True):
+        assert torch.equal(pool.tensor, tensor), "bytes of a former life have landed"
+    deployment.hand_over(2, 2)
+    deployment.hand_over(4, 4)
+    assert deployment.prefill.outcomes()[2, 1] is Reason.COORDINATOR_LOST
+
+
 def moving(deployment: Deployment) -> bool:
     """Whether a page of room 2 has begun to arrive on every decode rank."""
     return all(bool(pool.tensor[0, 2].any()) for pool in deployment.decode.pools)
 
 
-@loopback_only
+@loopback
 def test_a_coordinator_that_is_replaced_in_time(deployment: Deployment) -> None:
     for rank in deployment.prefill.ranks:
         assert isinstance(rank, PrefillRank)

@@ -53,7 +53,7 @@ def test_a_pool_is_one_zeroed_buffer_layer_first() -> None:
         assert pool.tensor.is_contiguous()
         assert int(pool.tensor.count_nonzero()) == 0
         assert pool.size_bytes == 4 * 8 * 128 == LAYOUT.pool_bytes(8, 2)
-        assert pool.address == pool.tensor.data_ptr()
+        assert pool.regions[0].address == pool.tensor.data_ptr()
         assert (pool.layout, pool.pages, pool.world_size) == (LAYOUT, 8, 2)
 
 
@@ -138,9 +138,42 @@ def test_an_impossible_layout() -> None:
         KVPool.allocate(LAYOUT, 1, world_size=3)
 
 
-def test_memory_of_our_own_is_not_supported_yet_and_says_so() -> None:
-    with pytest.raises(PoolError, match=r"cannot wrap 1 tensors.*use KVPool\.allocate"):
-        KVPool.wrap([torch.zeros(8)])
+@pytest.mark.parametrize(("count", "planes"), [(1, 4), (2, 2), (4, 1)])
+def test_an_engine_s_own_tensors_are_used_as_they_are(count: int, planes: int) -> None:
+    """Two layers, K and V apart: one tensor for all, for each layer, or for each plane."""
+    tensors = [torch.zeros(planes, 8, 4, 4, 8, dtype=torch.bfloat16) for _ in range(count)]
+    with KVPool.wrap(tensors, LAYOUT) as pool:
+        assert (pool.pages, pool.path) == (8, "")
+        assert pool.size_bytes == LAYOUT.pool_bytes(8, 1)
+        assert [region.address for region in pool.regions] == [tensor.data_ptr() for tensor in tensors]
+        assert {(region.memory, region.size_bytes, region.path) for region in pool.regions} == {
+            ("host", planes * 8 * 256, None)
+        }
+        assert {tensor.shape for tensor in pool.tensors} == {(planes, 8, 256)}
+        pool.tensors[-1][planes - 1, 7] = 1
+        assert int(tensors[-1].view(torch.uint8).sum()) == 256
+        if count > 1:
+            with pytest.raises(PoolError, match=r"wraps . tensors: use KVPool\.tensors"):
+                _ = pool.tensor
+    with pytest.raises(PoolError, match="closed"):
+        _ = pool.tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ([], "4 planes cannot be shared out evenly over 0 tensors"),
+        ([torch.zeros(256)] * 3, "4 planes cannot be shared out evenly over 3 tensors"),
+        ([torch.zeros(256), torch.zeros(512)], "they differ in size"),
+        ([torch.zeros(65)] * 4, r"\[260\] bytes are no whole number of pages of 1024 bytes in all"),
+        ([torch.zeros(0)], r"\[0\] bytes are no whole number"),
+        ([torch.zeros(16, 16).T], "not all are contiguous"),
+        ([torch.zeros(256), torch.zeros(256, device="meta")], "they are on cpu, meta"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors: list[torch.Tensor], problem: str) -> None:
+    with pytest.raises(PoolError, match=problem):
+        KVPool.wrap(tensors, LAYOUT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: pinning works")

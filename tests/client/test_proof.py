@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from backends import registry
-from backends.base import BackendError, Grid, Part, PeerDisconnectedError, Region, Status
+from backends.base import (
+    BackendError,
+    Grid,
+    InvalidTransferError,
+    Part,
+    PeerDisconnectedError,
+    Region,
+    Status,
+)
 from backends.loopback import LoopbackBackend
 from coordinator.client import Endpoint, KVPool
+from coordinator.client.hosting import Hosting
+from coordinator.client.introduction import introduction
 from coordinator.client.proof import DestinationProof, SourceProof
+from coordinator.client.segment import Segment
 from coordinator.errors import PoolBusyError
+from coordinator.messages import Role
 from coordinator.worker.memory import MappedPool
 from tests.backends.rigs import needs_mooncake, needs_nixl
 from tests.client.peer import LAYOUT
@@ -40,13 +53,19 @@ def worker(pool: KVPool, instance: int) -> MappedPool:
     return MappedPool(pool.path, pool.size_bytes, instance)
 
 
+def source_proof(pool: KVPool) -> SourceProof:
+    """The proof of a rank that runs no worker itself."""
+    hello = introduction(Role.PREFILL, "ipc:///nowhere", "p", 0, 1, pool)
+    return SourceProof(pool, Hosting(pool, hello, "ipc:///nowhere", None))
+
+
 # --- a pool that is sent from ----------------------------------------------------------------
 
 
 def test_a_pool_that_nobody_has_is_quiet_and_stays_so(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that lives may start another worker for the life that is over: that must not happen."""
     monkeypatch.setattr("coordinator.worker.memory.LOCK_S", 0.1)
-    proof = SourceProof(pool)
+    proof = source_proof(pool)
     assert proof.holds(PRESENT)
     assert proof.holds(PRESENT)
     with pytest.raises(PoolBusyError):
@@ -56,7 +75,7 @@ def test_a_pool_that_nobody_has_is_quiet_and_stays_so(pool: KVPool, monkeypatch:
 
 
 def test_a_former_worker_that_lives_may_read_the_pool(pool: KVPool) -> None:
-    proof = SourceProof(pool)
+    proof = source_proof(pool)
     former = worker(pool, FORMER)
     assert not proof.holds(PRESENT)
     former.close()
@@ -66,24 +85,24 @@ def test_a_former_worker_that_lives_may_read_the_pool(pool: KVPool) -> None:
 
 def test_a_worker_of_the_present_life_has_come_after_the_former_one_s_end(pool: KVPool) -> None:
     """It may be faster than we look."""
-    proof = SourceProof(pool)
+    proof = source_proof(pool)
     former = worker(pool, FORMER)
     assert not proof.holds(PRESENT)
     former.close()
     present = worker(pool, PRESENT)
     assert proof.holds(PRESENT)
     proof.welcomed()
-    assert not SourceProof(pool).holds(FORMER)
+    assert not source_proof(pool).holds(FORMER)
     present.close()
 
 
 def test_a_pool_that_cannot_be_looked_at_is_not_known_to_be_quiet(pool: KVPool) -> None:
     Path(pool.path).unlink()
-    assert not SourceProof(pool).holds(PRESENT)
+    assert not source_proof(pool).holds(PRESENT)
 
 
 def test_a_forked_child_does_not_keep_the_lock(pool: KVPool) -> None:
-    proof = SourceProof(pool)
+    proof = source_proof(pool)
     assert proof.holds(PRESENT)
     read, write = os.pipe()
     child = os.fork()
@@ -121,6 +140,37 @@ class Follower:
 def test_a_renewed_endpoint_is_reached_at_its_new_address_only(
     pool: KVPool, name: str, options: dict[str, object]
 ) -> None:
+    check_renewal(pool, name, options)
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in BACKENDS if case.values[0] != "loopback"])
+def test_so_it_is_with_memory_that_has_no_file(name: str, options: dict[str, object]) -> None:
+    memory = torch.zeros(LAYOUT.pool_bytes(8, 1), dtype=torch.uint8)
+    with KVPool.wrap([memory], LAYOUT) as private:
+        check_renewal(private, name, options)
+
+
+def test_the_file_for_the_gate_of_such_memory_is_gone_with_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when the endpoint cannot be made: loopback cannot receive there."""
+    made: list[Segment] = []
+
+    class Noted(Segment):
+        def __init__(self, size_bytes: int) -> None:
+            super().__init__(size_bytes)
+            made.append(self)
+
+    monkeypatch.setattr("coordinator.client.endpoint.Segment", Noted)
+    memory = torch.zeros(LAYOUT.pool_bytes(8, 1), dtype=torch.uint8)
+    with KVPool.wrap([memory], LAYOUT) as private, pytest.raises(InvalidTransferError, match="names none"):
+        Endpoint(private, "loopback")
+    (segment,) = made
+    assert not Path(segment.path).exists()
+
+
+def check_renewal(pool: KVPool, name: str, options: dict[str, object]) -> None:
+    """Have an endpoint renewed; who wrote before must connect anew, and it knows when that is over."""
     grid = Grid(0, 0, 256, 256, pool.size_bytes // 256)
     part = Part(grid, np.arange(4, dtype=np.int32), grid, np.arange(4, dtype=np.int32))
 

@@ -162,6 +162,8 @@ def test_options_are_those_of_the_chosen_backend() -> None:
     assert Config().backend.chosen_options == {}
 
 
-def test_what_does_not_work_yet_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"backend\.hosting: is 'rank', which does not work yet"):
-        parse('[backend]\nhosting = "rank"')
+def test_both_hostings_are_accepted_and_no_other() -> None:
+    assert parse('[backend]\nhosting = "rank"').backend.hosting == "rank"
+    assert parse("").backend.hosting == "coordinator"
+    with pytest.raises(ConfigError, match=r'backend\.hosting: .*must be "coordinator" or "rank"'):
+        parse('[backend]\nhosting = "hotel"')

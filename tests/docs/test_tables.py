@@ -67,8 +67,6 @@ def test_what_is_called_reserved_is_not_used_and_the_rest_is() -> None:
     reserved = {name.strip("`") for name, *_, when in rows if when.startswith("reserved")}
     given = {reason.value for reason in Reason if _uses(rf"\bReason\.{reason.name}\b") > 1}
     assert reserved == {reason.value for reason in Reason} - given
-    keys = {key.strip("`"): meaning for key, _, meaning in table(section("Configuration"), "key")}
-    assert "refused" in keys["backend.hosting"]
 
 
 def _uses(pattern: str) -> int:

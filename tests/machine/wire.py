@@ -49,6 +49,10 @@ def _values(info: inspect.Type) -> SearchStrategy[Any]:  # noqa: C901, PLR0911, 
             )
         case inspect.ListType():
             return st.lists(_values(info.item_type), max_size=_length(info.max_length))
+        case inspect.DictType():
+            return st.dictionaries(_values(info.key_type), _values(info.value_type), max_size=LONG)
+        case inspect.AnyType():
+            return st.one_of(st.none(), st.booleans(), st.integers(LOWEST, HIGHEST), st.text(max_size=LONG))
         case inspect.VarTupleType():
             return st.lists(_values(info.item_type), max_size=_length(info.max_length)).map(tuple)
         case inspect.LiteralType():

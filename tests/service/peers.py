@@ -52,6 +52,7 @@ from coordinator.messages import (
     Welcome,
     WhoAreYou,
     WorkerHello,
+    WorkerOrders,
     decode_broadcast,
     decode_to_rank,
     decode_to_worker,
@@ -187,6 +188,7 @@ class RankPeer(Peer):
         self.stopped = False
         self.acknowledges = True
         self.welcomed = 0
+        self.orders: WorkerOrders | None = None
         self._news = asyncio.Event()
         self._outcomes: Channel | None = None
         self._beat: asyncio.TimerHandle | None = None
@@ -333,6 +335,7 @@ class RankPeer(Peer):
                 if not self.welcomed:
                     self.base = self.head = self.applied = message.first - 1
                 self.welcomed += 1
+                self.orders = message.worker
                 self._hear(message.first, message.events)
                 self._subscribe(message.outcomes)
                 self._send_again(message.received)

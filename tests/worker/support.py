@@ -155,7 +155,7 @@ class Sender:
             self.reports.put,
             self.crashed.set,
         )
-        self.host.start(self.pool.mapped.region)
+        self.host.start([self.pool.mapped.region])
 
     def obey(self, *commands: Command) -> None:
         """Hand over commands."""

@@ -316,8 +316,8 @@ def test_fenced_peers_are_forgotten(make_sender: MakeSender, make_receiver: Make
 def test_a_pool_that_is_not_as_large_as_its_layout_says_is_refused(make_sender: MakeSender) -> None:
     sender = make_sender()
     host = WorkerHost(LoopbackBackend("x", {}), RankPool(LAYOUT, 1, 0, PAGES + 1), Budget(), print, print)
-    with pytest.raises(PoolError, match=r"has 131072 bytes, 65 pages need 133120"):
-        host.start(sender.pool.mapped.region)
+    with pytest.raises(PoolError, match=r"has 131072 bytes, 65 pages need 1 x 133120"):
+        host.start([sender.pool.mapped.region])
 
 
 def test_an_impossible_layout_is_refused(make_sender: MakeSender) -> None:
@@ -325,7 +325,7 @@ def test_an_impossible_layout_is_refused(make_sender: MakeSender) -> None:
     odd = Layout(layers=1, page_tokens=8, kv_heads=3, head_size=64, dtype="bfloat16")
     host = WorkerHost(LoopbackBackend("x", {}), RankPool(odd, 2, 0, PAGES), Budget(), print, print)
     with pytest.raises(LayoutError, match="kv_heads is 3"):
-        host.start(sender.pool.mapped.region)
+        host.start([sender.pool.mapped.region])
 
 
 def test_close_fences_every_peer_and_closes_the_backend(

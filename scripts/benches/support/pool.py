@@ -47,4 +47,4 @@ def lean_pool(layout: Layout, pages: int, world_size: int) -> KVPool:
     """
     segment = Segment(layout.pool_bytes(pages, world_size))
     tensor = cast("torch.Tensor", HostMemory(segment.memory))
-    return KVPool(layout, pages, world_size, tensor=tensor, segment=segment, pinned=False)
+    return KVPool(layout, pages, world_size, tensors=[tensor], segment=segment, pinned=False)
