@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from backends.base import Grid, Part
 
 _INT32: Final = np.dtype(np.int32)
+_FIRST: Final = np.zeros(1, np.int64)
 
 
 class Runs(NamedTuple):
@@ -110,15 +111,20 @@ def merged_runs(part: Part) -> Runs:
     """Byte runs of a checked part, in its order; blocks adjacent on both sides are one run."""
     source, destination = part.source_blocks, part.destination_blocks
     block_bytes = part.source.block_bytes
-    if part.source.stride_bytes == part.destination.stride_bytes == block_bytes:
-        # On block numbers, before they become offsets: that is faster by far where runs are long.
-        breaks = (source[1:] - source[:-1] != 1) | (destination[1:] - destination[:-1] != 1)
-        starts = np.concatenate((np.arange(min(1, source.size)), np.flatnonzero(breaks) + 1))
-    else:
+    if not source.size or not part.source.stride_bytes == part.destination.stride_bytes == block_bytes:
         # There is a gap behind each block.
-        starts = np.arange(source.size)
+        lengths = np.full(source.size, block_bytes, np.int64)
+    else:
+        # On block numbers, before they become offsets: that is faster by far where runs are long.
+        breaks = source[1:] - source[:-1] != 1
+        breaks |= destination[1:] - destination[:-1] != 1
+        starts = np.flatnonzero(np.append(True, breaks)) if breaks.any() else _FIRST
+        lengths = np.append(starts[1:], source.size)
+        lengths -= starts
+        lengths *= block_bytes
+        source, destination = source[starts], destination[starts]
     return Runs(
-        part.source.offset_bytes + source[starts].astype(np.int64) * part.source.stride_bytes,
-        part.destination.offset_bytes + destination[starts].astype(np.int64) * part.destination.stride_bytes,
-        np.diff(np.append(starts, source.size)) * block_bytes,
+        source.astype(np.int64) * part.source.stride_bytes + part.source.offset_bytes,
+        destination.astype(np.int64) * part.destination.stride_bytes + part.destination.offset_bytes,
+        lengths,
     )

@@ -1,0 +1,176 @@
+"""Planning 512K tokens of Llama 3.3 70B, and how long the coordinator's loop stands still for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from backends.descriptors import merged_runs
+from coordinator import presets
+from coordinator.client import DecodeRank, Endpoint, KVPool, Outcome, PrefillRank
+from coordinator.config import Config
+from coordinator.errors import NotReadyError
+from coordinator.layout import Layout
+from coordinator.service import Service
+from coordinator.worker.places import RankPool
+from coordinator.worker.plan import route
+from coordinator.worker.settings import Budget
+from scripts.benches import at_most
+from scripts.benches.support.pool import lean_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from scripts.benches import Arguments, Target
+
+    Pages = NDArray[np.int32]
+
+TARGETS: Final[dict[str, Target]] = {
+    "scattered_ms": at_most(250),
+    "merged_ms": at_most(25),
+    "loop_stall_ms": at_most(50),
+}
+
+TOKENS: Final = 512 * 1024
+#: Ranks of each engine; what is planned are whole pages of one head then.
+TP: Final = 8
+_TICK_S: Final = 0.001
+_PATIENCE_S: Final = 120.0
+
+
+async def run(arguments: Arguments) -> dict[str, float]:
+    """Measure; each figure is the best of a few, for others use the same cores.
+
+    Raises:
+        NotReadyError: a worker or a rank did not start, or a handoff did not succeed.
+
+    """
+    times = 2 if arguments.quick else 5
+    layout = presets.load("Llama-3.3-70B")
+    count = TOKENS // layout.page_tokens
+    scattered = np.random.default_rng(0).permutation(count).astype(np.int32)
+    contiguous = np.arange(count, dtype=np.int32)
+    figures = {
+        "pages": float(count),
+        "scattered_ms": min(_plan_ms(layout, scattered) for _ in range(times)),
+        "merged_ms": min(_plan_ms(layout, contiguous) for _ in range(times)),
+    }
+    return figures | {"loop_stall_ms": await _stall_ms(scattered, times)}
+
+
+def _plan_ms(layout: Layout, pages: Pages) -> float:
+    """Time on one core from packed page lists to the contiguous copies of all posts of one rank's move."""
+    pool = RankPool(layout, TP, 0, pages.size)
+    packed = pages.astype("<i4").tobytes()
+    began_s = time.thread_time()
+    runs = 0
+    for post in route(pool, pool).posts(packed, packed, Budget()):
+        for part in post:
+            runs += merged_runs(part).size_bytes.size
+    seconds = time.thread_time() - began_s
+    assert runs, "something was planned"  # noqa: S101 - a bench that plans nothing measures nothing
+    return 1e3 * seconds
+
+
+async def _stall_ms(pages: Pages, times: int) -> float:
+    """The longest that a coordinator's loop stands still while such a handoff goes through it.
+
+    Its pages are as many, but small. Workers are processes of their own, as always.
+    """
+    layout = Layout(layers=80, page_tokens=16, kv_heads=2, head_size=1, dtype="uint8")
+    world_size = 2
+    with ExitStack() as cleanup:
+        directory = cleanup.enter_context(TemporaryDirectory(prefix="kvc-"))
+        service = Service(_config(Path(directory)))
+        await service.start()
+        try:
+            ranks = await asyncio.to_thread(_join, directory, layout, world_size, pages.size, cleanup)
+            # The first one starts workers and links.
+            stalls_ms = [await _hand_over(ranks, room, pages) for room in range(1, times + 2)]
+        finally:
+            await asyncio.to_thread(cleanup.pop_all().close)
+            await service.stop()
+    return min(stalls_ms[1:])
+
+
+def _config(directory: Path) -> Config:
+    return Config.model_validate(
+        {
+            "listen": {
+                "control": [f"ipc://{directory}/control"],
+                "outcomes": [f"ipc://{directory}/outcomes"],
+            },
+            "log": {"level": "error"},
+        }
+    )
+
+
+def _join(
+    directory: str, layout: Layout, world_size: int, pages: int, cleanup: ExitStack
+) -> list[PrefillRank | DecodeRank]:
+    """Connect two engines to the coordinator; returns when all ranks are ready."""
+    address = f"ipc://{directory}/control"
+    ranks: list[PrefillRank | DecodeRank] = []
+    for number in range(world_size):
+        pools: list[KVPool] = [cleanup.enter_context(lean_pool(layout, pages, world_size)) for _ in range(2)]
+        endpoint = cleanup.enter_context(Endpoint(pools[1], "loopback"))
+        ranks += [
+            cleanup.enter_context(
+                PrefillRank.connect(
+                    address, group="prefill", rank=number, world_size=world_size, pool=pools[0]
+                )
+            ),
+            cleanup.enter_context(
+                DecodeRank.connect(
+                    address, group="decode", rank=number, world_size=world_size, endpoint=endpoint
+                )
+            ),
+        ]
+    for rank in ranks:
+        rank.wait_ready(_PATIENCE_S)
+    return ranks
+
+
+async def _hand_over(ranks: Sequence[PrefillRank | DecodeRank], room: int, pages: Pages) -> float:
+    """Hand a room over; the longest time by which a tick of the loop was late meanwhile, in milliseconds."""
+    handing = asyncio.create_task(asyncio.to_thread(_all_say, ranks, room, pages))
+    worst_s = 0.0
+    while not handing.done():
+        due_s = time.monotonic() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        worst_s = max(worst_s, time.monotonic() - due_s)
+    await handing
+    return 1e3 * worst_s
+
+
+def _all_say(ranks: Sequence[PrefillRank | DecodeRank], room: int, pages: Pages) -> None:
+    """Offer and send on all ranks, and wait for the outcome on each."""
+    for rank in ranks:
+        if isinstance(rank, PrefillRank):
+            rank.send(room, pages, last=True)
+        else:
+            rank.offer(room, pages)
+    for rank in ranks:
+        _await_outcome(rank, room)
+
+
+def _await_outcome(rank: PrefillRank | DecodeRank, room: int) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline_s:
+        rank.wait(1.0)
+        for event in rank.drain():
+            if isinstance(event, Outcome) and event.room == room:
+                if event.failure is None:
+                    return
+                message = f"room {room} has failed: {event.failure}"
+                raise NotReadyError(message)
+    message = f"room {room} has no outcome after {_PATIENCE_S:g} s"
+    raise NotReadyError(message)
