@@ -90,8 +90,7 @@ def test_the_message_names_part_side_and_values() -> None:
         check_parts([good, bad], [REGION_BYTES], [REGION_BYTES])
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_runs_copy_the_same_bytes_and_are_as_few_as_can_be(data: st.DataObject) -> None:
     """Runs, one by one, give what the blocks give, one by one."""
