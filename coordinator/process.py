@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from coordinator import garbage, heart, logs
 from coordinator.actions import Actions
 from coordinator.errors import ConfigError
+from coordinator.logs import get_logger
 from coordinator.reload import Reload
 from coordinator.service import Service
 from coordinator.systemd import Notifier
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.http.server import HttpServer
+
+
+_log = get_logger()
 
 
 class Running:
@@ -40,6 +44,7 @@ class Running:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
         service = Service(self._config)
+        loop.set_exception_handler(lambda _, context: _unhandled(service, context))
         reload = Reload(self._path, service)
         actions = Actions(service.rooms, reload)
         loop.add_signal_handler(signal.SIGHUP, self._reload, reload)
@@ -71,6 +76,12 @@ class Running:
         task = asyncio.get_running_loop().create_task(_reload(reload))
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
+
+
+def _unhandled(service: Service, context: dict[str, Any]) -> None:
+    """Count and log what a callback of the event loop has raised; the loop goes on."""
+    service.counters.bugs += 1
+    _log.error("coordinator.unhandled", message=context.get("message"), exc_info=context.get("exception"))
 
 
 async def _reload(reload: Reload) -> None:

@@ -131,7 +131,8 @@ def _told(answer: http.client.HTTPResponse) -> str:
     """Return the sentence of a refusal."""
     text = answer.read().decode(errors="replace")
     try:
-        return str(json.loads(text)["error"])
+        told = json.loads(text)
+        return str(told["error"]) if "error" in told else "; ".join(told["reasons"])
     except (ValueError, KeyError, TypeError):
         return f"{answer.status} {answer.reason}: {text[:200]!r}"
 

@@ -16,6 +16,7 @@ from backends import registry
 from coordinator import cli
 from coordinator.client import DecodeRank, PrefillRank, RankState
 from coordinator.config import Config
+from coordinator.metrics import TABLE
 from coordinator.reasons import Reason
 from coordinator.sim import demo
 from coordinator.sim.display import show
@@ -52,6 +53,14 @@ def test_every_key_of_the_configuration_stands_there_with_its_default() -> None:
     assert list(told) == list(actual)
     words = {"none": ..., "a tenth of the pools": None, "no file": None}
     assert {key: words.get(str(value), value) for key, value in told.items()} == actual
+
+
+def test_every_metric_stands_on_its_page() -> None:
+    rows = table((ROOT / "docs" / "metrics.md").read_text(), "name")
+    assert [tuple(row) for row in rows] == [
+        (f"`{m.full_name}`", m.kind, ", ".join(f"`{name}`" for name in m.labels) or "-", m.help)
+        for m in TABLE
+    ]
 
 
 def test_every_reason_stands_there_with_its_fault() -> None:

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coordinator import heart
+from coordinator.commands.caller import Caller
+from coordinator.config import Config
+from coordinator.errors import CallRefusedError
 from coordinator.metrics import LAG_BOUNDS_S, Histogram
+from coordinator.process import _unhandled
+from coordinator.service import Service
 from coordinator.systemd import Notifier
+from tests.service.test_process import Rank
+from tests.support.logs import capture
 from tests.support.waiting import eventually, eventually_async
 
 if TYPE_CHECKING:
@@ -35,10 +42,12 @@ def events(program: Program) -> list[dict[str, Any]]:
     return [json.loads(line) for line in program.output().splitlines() if line.startswith("{")]
 
 
-def start(programs: Programs, directory: Path, text: str = "", **environment: str) -> tuple[Program, Path]:
+def start(
+    programs: Programs, directory: Path, text: str = "", address: str = "", **environment: str
+) -> tuple[Program, Path]:
     file = directory / "coordinator.toml"
     sockets = f'[listen]\ncontrol = ["ipc://{directory}/c"]\noutcomes = ["ipc://{directory}/o"]\n'
-    file.write_text(f'{sockets}[http]\naddress = ""\n{text}')
+    file.write_text(f'{sockets}[http]\naddress = "{address}"\n{text}')
     program = programs.python("-m", "coordinator", "serve", "--config", str(file), environment=environment)
     program.says("coordinator.ready", 20)
     return program, file
@@ -118,6 +127,44 @@ def test_sighup_has_the_configuration_read_again(programs: Programs, short_dir: 
     eventually(lambda: program.process.poll() is None)
     program.process.terminate()
     assert program.wait() == 0
+
+
+def test_a_coordinator_that_is_about_to_end_says_so_until_it_ends(
+    programs: Programs, short_dir: Path
+) -> None:
+    """Case C53."""
+    program, _ = start(programs, short_dir, "[shutdown]\ngrace_s = 600.0\n", address="127.0.0.1:0")
+    program.says("http.ready")
+    (url,) = [entry["url"] for entry in events(program) if entry["event"] == "http.ready"]
+    rank = Rank(f"ipc://{short_dir}/c")
+    try:
+        assert rank.join()
+        rank.offer(1)
+        program.says("handoff.opened")
+        program.process.terminate()
+        program.says("coordinator.draining")
+        caller = Caller(url)
+        with pytest.raises(CallRefusedError, match="draining: no new handoffs are admitted"):
+            caller.get("/readyz")
+        with pytest.raises(CallRefusedError, match="about to end"):
+            caller.post("/v1/resume")
+        assert caller.get("/healthz")["ok"]
+        assert caller.get("/v1/status")["in_flight"]["open"] == 1
+        program.process.terminate()
+        assert program.wait() == 0
+    finally:
+        rank.close()
+
+
+async def test_what_a_callback_raises_is_counted_and_told() -> None:
+    service = Service(Config())
+    error = OSError("out of luck")
+    with capture("error") as log:
+        _unhandled(service, {"message": "Exception in callback", "exception": error})
+    await service.stop()
+    assert service.counters.bugs == 1
+    (line,) = log.of("coordinator.unhandled")
+    assert line["exc_info"] is error
 
 
 async def test_the_loops_lag_is_measured() -> None:

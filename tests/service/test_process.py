@@ -67,7 +67,7 @@ def configuration(short_dir: Path) -> Path:
         control = ["ipc://{short_dir}/control"]
         outcomes = ["ipc://{short_dir}/outcomes"]
         [http]
-        address = ""
+        address = "127.0.0.1:0"
         [release]
         settle_s = 0.2
         drain_s = 0.0
@@ -165,7 +165,8 @@ def connect() -> Iterator[Callable[..., Rank]]:
 def test_the_service_imports_no_heavy_module(programs: Programs) -> None:
     program = programs.python(
         "-c",
-        f"import sys, coordinator.service\nprint([name for name in {HEAVY!r} if name in sys.modules])",
+        "import sys, coordinator.process, coordinator.http.server\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])",
     )
     assert program.wait() == 0
     assert program.output().strip() == "[]"
@@ -177,6 +178,7 @@ def test_the_process_has_no_native_engine_and_is_ready_soon(
     started_s = time.monotonic()
     program = programs.python("-m", "coordinator", "serve", "--config", str(configuration))
     ready = said(program, "coordinator.ready")
+    said(program, "http.ready")
     ready_s = time.monotonic() - started_s
     with capsys.disabled():
         print(f"\nthe coordinator was ready after {ready_s:.2f} s")  # noqa: T201 - to be read by a person
