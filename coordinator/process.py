@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +49,11 @@ class Running:
         reload = Reload(self._path, service)
         actions = Actions(service.rooms, reload)
         loop.add_signal_handler(signal.SIGHUP, self._reload, reload)
-        http = _http(service, actions)
+        http: HttpServer | None = None
         try:
             await service.start()
+            # Ranks are served meanwhile: what serves operators takes half as long to load as all the rest.
+            http = await _http(service, actions)
             if http is not None:
                 await http.start()
             garbage.settle()
@@ -90,13 +93,13 @@ async def _reload(reload: Reload) -> None:
         await reload()
 
 
-def _http(service: Service, actions: Actions) -> HttpServer | None:
+async def _http(service: Service, actions: Actions) -> HttpServer | None:
     """What serves operators; None when that is turned off, and then nothing of it is loaded."""
     if not service.config.http.address:
         return None
-    from coordinator.http.server import HttpServer  # noqa: PLC0415 - see above
-
-    return HttpServer(service.config.http, service.overview, actions)
+    server = await asyncio.to_thread(importlib.import_module, "coordinator.http.server")
+    http: HttpServer = server.HttpServer(service.config.http, service.overview, actions)
+    return http
 
 
 def run(config: Config, path: Path | None = None) -> int:
