@@ -38,7 +38,7 @@ _GIVEN_UP: Final = 10
 #: How often decode is killed and started again, spread over the run.
 _RESTARTS: Final = 3
 _TABLES: Final[Tables] = {
-    "handoff": {"deadline_s": 5.0, "offer_ttl_s": 10.0},
+    "handoff": {"deadline_s": 10.0, "offer_ttl_s": 20.0},
     "release": {"drain_s": 0.2},
     "http": {"address": "127.0.0.1:0"},
     "log": {"format": "json", "level": "info"},
@@ -201,19 +201,26 @@ def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
     room -= 1
     free = deque(np.arange(slot * _PAGES, (slot + 1) * _PAGES, dtype=np.int32) for slot in range(_WINDOW))
     held: dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]] = {}
+    # Rooms that have failed before this rank began them: nothing is to be said of those.
+    over: set[int] = set()
     orders = select.poll()
     orders.register(driver, select.POLLIN)
     while True:
         while free and room < last:
             # All ranks take the rooms in the same order: 1, 2, 3 ...
             room += 1
+            if room in over:
+                over.remove(room)
+                continue
             held[room] = free.popleft()
             _say(rank, room, held[room])
         if orders.poll(_STEP_MS):
             driver.recv()
             driver.send(room)
         for event in rank.drain():
-            if not isinstance(event, Outcome) and event.room in held:
+            if event.room > room:
+                over.add(event.room)
+            elif not isinstance(event, Outcome) and event.room in held:
                 free.append(held.pop(event.room))
 
 
