@@ -136,6 +136,8 @@ class Coordinator:
             [listen]
             control = ["{self.address}"]
             outcomes = ["ipc://{place}/outcomes"]
+            [http]
+            address = ""
             [handoff]
             deadline_s = {deadline_s}
             [release]
