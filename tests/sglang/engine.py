@@ -19,6 +19,7 @@ import torch.distributed as dist
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.fake.conn import FakeKVSender
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import AbortReq, sock_send
@@ -212,6 +213,8 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         self.scheduler_stage_metrics = None
         self.tree_cache = TreeCache(self)
         self.batch_result_processor = None
+        self.req_to_token_pool = SimpleNamespace(available_size=lambda: 1)
+        self.disagg_prefill_bootstrap_queue = SimpleNamespace(finalize_bootstrap=lambda _: True, queue=[])
         self.metrics_reporter = SimpleNamespace(enable_metrics=False)
         self.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda _: None)
         self.output_streamer = SimpleNamespace(stream_output=self._stream)
@@ -221,6 +224,9 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
 
     def _send_kv_chunk(self, req: Any, last_chunk: bool = False, end_idx: int | None = None) -> None:
         req.disagg_kv_sender.send(np.zeros(1, np.int32))
+
+    def checkpoint_disagg_prefill(self, req: Any) -> None:
+        req.pending_bootstrap = False  # finalize_bootstrap, which is not the real one here, would do so
 
     def _release_aborted_request(self, req: Any) -> None:
         pass
@@ -246,9 +252,9 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         """Do what the test has rank 0 told, on all ranks in the same step."""
         what, *numbers = command.split()
         rooms = [int(number) for number in numbers]
-        if what == "prefill":
+        if what in {"prefill", "park", "bootstrap", "fake"}:
             for room in rooms:
-                self.prefill(room)
+                getattr(self, what)(room)
         elif what == "abort":
             for room in rooms:
                 self.reqs[room].disagg_kv_sender.abort()  # as Scheduler.abort_request does
@@ -273,11 +279,32 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
     def prefill(self, room: int) -> None:
         """A request whose prefill is complete."""
         sender = CommonKVSender(self.manager, "127.0.0.1:1", room)
+        self.bootstrap(room)
+        sender.init(1, 0)
+        req = self.take_on(room, sender)
+        self.send_kv_chunk(req, last_chunk=True)
+
+    def park(self, room: int) -> None:
+        """A request whose prefill is complete before decode has been heard of."""
+        sender = CommonKVSender(self.manager, "127.0.0.1:1", room)
+        sender.init(1, 0)
+        self.take_on(room, sender).pending_bootstrap = True
+
+    def bootstrap(self, room: int) -> None:
+        """Decode has been heard of."""
         self.manager.transfer_infos[room] = {
             "decode": SimpleNamespace(endpoint="127.0.0.1", dst_port=self.decode, is_dummy=False)
         }
         self.manager.update_status(room, KVPoll.WaitingForInput)
+
+    def fake(self, room: int) -> None:
+        """A request of a warm-up, which has a sender that moves nothing."""
+        sender = FakeKVSender(self.manager, "", room)
         sender.init(1, 0)
+        self.send_kv_chunk(self.take_on(room, sender), last_chunk=True)
+
+    def take_on(self, room: int, sender: Any) -> Any:
+        """Put a request into the in-flight queue."""
         req = SimpleNamespace(
             rid=f"rid-{room}",
             bootstrap_room=room,
@@ -301,7 +328,7 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         )
         self.reqs[room] = req
         self.disagg_prefill_inflight_queue.append(req)
-        self.send_kv_chunk(req, last_chunk=True)
+        return req
 
     def note_switch(self) -> None:
         """Note in which step the coordinator begins or ceases to decide."""
@@ -319,6 +346,7 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
             "done": {str(room): done for room, done in self.done.items()},
             "freed": {str(room): step for room, step in self.freed.items()},
             "in_flight": [req.bootstrap_room for req in self.disagg_prefill_inflight_queue],
+            "started": list(self.manager._staging_outstanding),
             "calls": dict(calls),
             "switches": self.switches,
             "measured": self.measured,

@@ -115,6 +115,28 @@ def test_an_abort_of_the_client_fails_it_on_all_ranks_at_once(engine: Engine) ->
     assert "cancelled_by_prefill: the client of the request has gone" in outcome(engine.done(61), 61).message
 
 
+def test_what_is_not_the_coordinators_is_polled_as_ever_beside_what_is(engine: Engine) -> None:
+    """Requests whose decode is not there yet are parked in the same queue."""
+    engine.say("park 62 63")
+    begin(engine, 64)
+    engine.all("done", 64)
+    reports = engine.done(64)
+    assert outcome(reports, 64).kind == "succeeded"
+    assert all(report["in_flight"] == [62, 63] for report in reports)
+    engine.say("bootstrap 63 62")
+    until(lambda: all({62, 63} <= set(report["started"]) for report in engine.reports()), "they are sent")
+    engine.all("done", 63)
+    engine.all("failed", 62)
+    reports = engine.done(62, 63)
+    assert [outcome(reports, room).kind for room in (62, 63)] == ["failed", "succeeded"]
+    assert "(from sglang-" in outcome(reports, 62).message  # the coordinator has decided
+
+
+def test_a_warm_up_is_not_the_coordinators(engine: Engine) -> None:
+    engine.say("fake 65")
+    assert outcome(engine.done(65), 65).kind == "succeeded"
+
+
 def test_rooms_are_used_again(engine: Engine) -> None:
     for end in ("done", "failed", "done"):
         before = engine.forget(71)

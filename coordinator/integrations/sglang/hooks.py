@@ -89,8 +89,8 @@ class Hooks:
         **more: object,
     ) -> None:
         """Around ``send_kv_chunk``: with the last chunk, prefill is complete."""
-        link = self.link
-        watched = link.begin(req.disagg_kv_sender) if link is not None and last_chunk else None
+        link, sender = self.link, req.disagg_kv_sender
+        watched = link.begin(sender) if link is not None and last_chunk and _is_real(sender) else None
         original(scheduler, req, last_chunk, *rest, **more)
         if link is not None and watched is not None:
             link.begun(watched)
@@ -175,6 +175,13 @@ def _apply_carriers(link: Link, received: list[Any]) -> None:
     for _, carrier in carriers:
         if carrier is not None:
             link.apply(carrier)
+
+
+def _is_real(sender: object) -> bool:
+    """Whether it moves pages: warm-up and health checks have one that does not, with the same manager."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+    return isinstance(sender, CommonKVSender)
 
 
 def _unfit(manager: Any) -> str:  # noqa: ANN401 - SGLang's class
