@@ -34,19 +34,25 @@ if TYPE_CHECKING:
             """Use it from now on."""
 
 
-#: What can change, as whole tables or single keys.
+#: What can change. Each by its name: a key that is added later can not, until somebody has seen to it.
 CHANGEABLE: Final = frozenset(
     {
-        "handoff",
-        "peer",
-        "release",
+        "handoff.deadline_s",
+        "handoff.hard_cap_s",
+        "handoff.stall_s",
+        "handoff.offer_ttl_s",
+        "peer.connect_s",
         "rank.lost_after_s",
+        "release.settle_s",
+        "release.drain_s",
+        "release.unproven_s",
+        "release.quarantine_bytes",
         "limits.max_groups",
         "limits.max_handoffs",
         "limits.max_offers",
         "limits.backlog_events",
         "log.level",
-        "shutdown",
+        "shutdown.grace_s",
     }
 )
 #: Clocks that are moved before the loop gets its turn: a few milliseconds.
@@ -75,7 +81,7 @@ class Reload:
             try:
                 new = await self._read()
                 keys = list(changed(self._service.config, new))
-                self._refuse([key for key in keys if not changeable(key)])
+                self._refuse([key for key in keys if key not in CHANGEABLE])
             except ConfigError as error:
                 _log.error("config.refused", problems=error.problems)
                 raise
@@ -103,11 +109,6 @@ class Reload:
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             handoff.reschedule()
-
-
-def changeable(key: str) -> bool:
-    """Whether a key can change while the coordinator runs."""
-    return key in CHANGEABLE or key.partition(".")[0] in CHANGEABLE
 
 
 def changed(old: BaseModel, new: BaseModel, prefix: str = "") -> Iterator[str]:

@@ -102,7 +102,7 @@ def sums(text: bytes) -> dict[str, float]:
 @virtual_time
 @pytest.mark.parametrize("seed", range(1))
 async def test_the_counts_balance_at_every_scrape_of_a_chaos_run(seed: int) -> None:
-    """Case C51."""
+    """Cases C51 and C52: the counts balance at every moment, and in the end every table is empty."""
     async with VirtualStage(BOUNDS) as stage:
         exposition = Exposition(stage.service.overview)
         before: dict[str, float] = {}

@@ -50,7 +50,7 @@ async def test_a_browser_shows_who_waits_for_whom_and_frees_a_request(
     async with served() as it, browser.browsing(binary, short_dir) as page:
         rooms = await in_every_state(it.stage)
         await page.open(it.server.url)
-        await page.until("document.body.dataset.looked > 0", 40)
+        await page.until("document.body?.dataset.looked > 0", 40)
         kinds = await page.value(
             "Object.fromEntries([...document.querySelectorAll('[data-room]')].map(r => "
             "[r.dataset.room, r.dataset.kind]))"
