@@ -63,23 +63,20 @@ class Strip:
         """Yield all blocks of all pages, each part small enough for a post of its own."""
         if not source_pages.size:
             return
-        source_at = _blocks_of(source_pages, self.rows)
-        destination_at = _blocks_of(destination_pages, self.rows)
-        blocks = source_at.size
+        blocks = source_pages.size * self.rows
         most = max(1, min(budget.post_blocks, budget.post_bytes // self.source.block_bytes))
         # A plane that needs several parts is cut into equal ones, so that no post is left with a few blocks.
         columns = -(-blocks // -(-blocks // most))
         planes = max(1, most // columns)
-        for plane in range(0, self.source_planes.size, planes):
-            source_first = self.source_planes[plane : plane + planes]
-            destination_first = self.destination_planes[plane : plane + planes]
-            for column in range(0, blocks, columns):
-                end = column + columns
+        for column in range(0, blocks, columns):
+            source_at = _blocks_of(source_pages, self.rows, column, column + columns)
+            destination_at = _blocks_of(destination_pages, self.rows, column, column + columns)
+            for plane in range(0, self.source_planes.size, planes):
                 yield Part(
                     self.source,
-                    np.add.outer(source_first, source_at[column:end]).reshape(-1),
+                    np.add.outer(self.source_planes[plane : plane + planes], source_at).reshape(-1),
                     self.destination,
-                    np.add.outer(destination_first, destination_at[column:end]).reshape(-1),
+                    np.add.outer(self.destination_planes[plane : plane + planes], destination_at).reshape(-1),
                 )
 
 
@@ -189,12 +186,18 @@ def _strips(piece: Slice, ours: Placed, theirs: Placed) -> Iterator[Strip]:
         )
 
 
-def _blocks_of(pages: BlockIndex, rows: int) -> BlockIndex:
-    """The blocks of pages within a plane, in which each page has ``rows`` of them."""
+def _blocks_of(pages: BlockIndex, rows: int, start: int, end: int) -> BlockIndex:
+    """Blocks ``start`` to ``end`` of those that pages have within a plane, each ``rows`` of them.
+
+    Only these are made: all of them would be many times as large as the list of pages.
+    """
     if rows == 1:
-        return pages
-    blocks: BlockIndex = np.add.outer(pages * np.int32(rows), np.arange(rows, dtype=np.int32)).reshape(-1)
-    return blocks
+        return pages[start:end]
+    first, last = start // rows, -(-end // rows)
+    blocks: BlockIndex = np.add.outer(
+        pages[first:last] * np.int32(rows), np.arange(rows, dtype=np.int32)
+    ).reshape(-1)
+    return blocks[start - first * rows : end - first * rows]
 
 
 def _unpack(packed: bytes, pages: int, side: str) -> BlockIndex:
