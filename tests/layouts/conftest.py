@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from backends import nixl_engine, registry
 from backends.base import Status
-from backends.loopback import LoopbackBackend
 from tests.backends.memory import SharedMemory
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +25,11 @@ POOL_BYTES = 1 << 17
 
 
 class Rank:
-    """The memory of one rank, registered with a loopback backend of its own."""
+    """The memory of one rank, registered with a backend of its own."""
 
-    def __init__(self, name: str, *, sends: bool) -> None:
+    def __init__(self, backend: str, name: str, *, sends: bool) -> None:
         self.memory = SharedMemory(POOL_BYTES)
-        self.backend = LoopbackBackend(name, {})
+        self.backend = registry.load(backend)(name, {})
         self.backend.start(sends=sends)
         self.backend.register(self.memory.region)
 
@@ -44,7 +46,8 @@ class Rank:
 class Fabric:
     """The ranks of both sides, and links between them; they are made when they are first used."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
         self.sources: dict[int, Rank] = {}
         self.targets: dict[int, Rank] = {}
         self._links: dict[tuple[int, int], Link] = {}
@@ -55,7 +58,7 @@ class Fabric:
             for number, content in enumerate(contents):
                 if number not in ranks:
                     name = "prefill" if ranks is self.sources else "decode"
-                    ranks[number] = Rank(f"{name}/{number}", sends=ranks is self.sources)
+                    ranks[number] = Rank(self._backend, f"{name}/{number}", sends=ranks is self.sources)
                 ranks[number].put(content)
 
     def write(self, source: int, target: int, posts: Iterable[list[Part]]) -> None:
@@ -65,7 +68,8 @@ class Fabric:
             self._links[source, target] = self.sources[source].backend.connect(f"decode/{target}", endpoint)
         for post in posts:
             transfer = self._links[source, target].write(post)
-            assert transfer.poll() is Status.DONE
+            eventually(lambda: transfer.poll() is not Status.MOVING, what="the write is over")  # noqa: B023 - at once
+            assert transfer.status is Status.DONE
 
     def close(self) -> None:
         for rank in (*self.sources.values(), *self.targets.values()):
@@ -74,6 +78,18 @@ class Fabric:
 
 @pytest.fixture(scope="module")
 def fabric() -> Iterator[Fabric]:
-    made = Fabric()
+    made = Fabric("loopback")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def nixl_fabric() -> Iterator[Fabric]:
+    """The same over NIXL. What that does to the environment of this process is undone."""
+    before = dict(os.environ)
+    made = Fabric("nixl")
+    yield made
+    made.close()
+    os.environ.clear()
+    os.environ.update(before)
+    nixl_engine._environment = None

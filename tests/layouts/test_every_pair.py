@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,3 +114,15 @@ def test_other_layouts(fabric: Fabric, kind: str, prefill_tp: int, decode_tp: in
     prefill = Engine(layout_of(kind, 2), prefill_tp, 4)
     decode = Engine(layout_of(kind, 2), decode_tp, 5)
     hand_over(fabric, prefill, decode, [3, 0, 1], [4, 2, 3], Budget(post_blocks=5, post_bytes=20))
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="the nixl wheel is not installed")
+@pytest.mark.parametrize(
+    ("kind", "prefill_tp", "decode_tp", "pp"),
+    [("scales", 2, 1, 1), ("heads", 1, 2, 2), ("latent", 2, 1, 2), ("heads first", 1, 2, 1)],
+)
+def test_a_sample_over_nixl(nixl_fabric: Fabric, kind: str, prefill_tp: int, decode_tp: int, pp: int) -> None:
+    prefill = Engine(layout_of(kind, 16, pp), prefill_tp * pp, 4)
+    decode = Engine(layout_of(kind, 16), decode_tp, 5)
+    hand_over(nixl_fabric, prefill, decode, [3, 0, 1], [4, 2, 3], Budget(post_blocks=50))
