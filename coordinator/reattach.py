@@ -11,8 +11,9 @@ told, is part of a verdict: the room may be in use by others by now.) The rest f
 
 Pages: the former coordinator's workers died with it (the kernel sees to that), or run in their ranks'
 processes. A prefill rank's pages are quiet when its new worker is up, for that one has locked the pool,
-or fenced all links of its former life. A decode rank's are quiet when ``reattach_s`` is over and it has
-run for ``drain_s`` after that. A group's are when all its ranks' are.
+or fenced all links of its former life. A decode rank's are quiet when ``reattach_s`` is over, when those
+of the prefill ranks are that run their workers themselves, and when it has run for ``drain_s`` after
+that. A group's are when all its ranks' are.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Reattach:
         answer: Callable[[Hello, bytes, Rank | Refused], None],
     ) -> None:
         """Answer hellos, when their time has come, with ``answer(hello, identity, what)``."""
+        #: Ranks run their workers themselves.
+        self.lodging = False
         self._config = config
         self._membership = membership
         self._rooms = rooms
@@ -356,22 +359,44 @@ class Reattach:
             if group is None or group in self._quiet:
                 handoff.apply(MoveQuiet(INHERITED, side))
 
-    def _is_quiet(self, group: Group) -> bool:
+    def _is_fenced(self, group: Group) -> bool:
+        """Whether no worker that outlives its coordinator, in a rank's process, writes to this group.
+
+        That is so when all prefill groups that have come back are quiet. One that does not come back
+        is not known; its workers fence their links by themselves, unless they stand still.
+        """
+        if not self.lodging or group.role is Role.PREFILL:
+            return True
+        awaited = (hello for waiting in self._waiting.values() for hello, _ in waiting.hellos.values())
+        if any(hello.role is Role.PREFILL for hello in awaited):
+            return False
+        return all(
+            self._is_quiet(other, self._over_s)
+            for other in self._membership.groups.values()
+            if other.role is Role.PREFILL and other.origin != (0, 0)
+        )
+
+    def _is_quiet(self, group: Group, since_s: float) -> bool:
         if group.moves_itself:
             return True  # Nobody moves anything there but the engine itself, which goes on.
         # Also ranks that were lost, or have not come yet: such a one may have been stopped all the time,
         # and goes on with what is in its buffers.
-        return all(rank is not None and (rank.gone or self._is_quiet_at(rank)) for rank in group.ranks)
+        return all(
+            rank is not None and (rank.gone or self._is_quiet_at(rank, since_s)) for rank in group.ranks
+        )
 
-    def _is_quiet_at(self, rank: Rank) -> bool:
+    def _is_quiet_at(self, rank: Rank, since_s: float) -> bool:
         if rank.group.role is Role.PREFILL:
             return self._transfers.is_up(rank)
-        return rank.has_drained(self._over_s, self._config.release.drain_s, self._config.rank.break_s)
+        return rank.has_drained(since_s, self._config.release.drain_s, self._config.rank.break_s)
 
     async def _quieten(self, group: Group) -> None:
         """Wait until nothing of the former epoch moves at this group's pages; then release them."""
         # Signs of life and workers come at their own time; a look now and then is enough.
-        while not self._is_quiet(group):  # noqa: ASYNC110 - as above
+        loop, since_s = asyncio.get_running_loop(), self._over_s
+        while not (fenced := self._is_fenced(group)) or not self._is_quiet(group, since_s):
+            if not fenced:
+                since_s = max(since_s, loop.time())
             await asyncio.sleep(LOOK_S)
         self._quiet.add(group)
         group.unproven.clear()

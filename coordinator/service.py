@@ -72,11 +72,11 @@ class Service:
         self.control = Control(
             config, self.epoch, self.membership, self.rooms, self.transfers, self.broadcaster, self.counters
         )
-        self.control.lodging = issubclass(self._hire, HostedWorker)
         self._control = self.control.channel = Channel(self._router, self.control.on_message)
         self.reattach = self.control.reattach = Reattach(
             config, self.membership, self.rooms, self.transfers, self.control.answer_hello
         )
+        self.control.lodging = self.reattach.lodging = issubclass(self._hire, HostedWorker)
         self.rooms.met = self.reattach.judge
         self.rooms.release = self.reattach.release
         self.transfers.confirm_alive = self.membership.confirm_alive

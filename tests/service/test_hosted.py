@@ -10,6 +10,8 @@ import pytest
 from coordinator.messages import (
     VERSION,
     FencePeer,
+    Held,
+    Memory,
     Reports,
     Role,
     WorkerBye,
@@ -235,3 +237,25 @@ async def test_an_unknown_worker_is_told_so_without_alarm() -> None:
         stranger.send(encode(WorkerBye(32 * b"x", "whatever")))
         stranger.send(encode(Reports([])))
         assert (await stranger.refusal()).code == "malformed"
+
+
+async def test_after_a_restart_decode_s_pages_wait_for_the_workers_that_outlived_it() -> None:
+    """They are fenced when they introduce themselves, however long that takes; then decode drains."""
+    async with stage() as here:
+        memory = Memory([], [Held(7, 0, 0)], [])
+        prefill = RankPeer(here, Role.PREFILL, "p", 0, 1, epoch=99, memory=memory)
+        decode = RankPeer(here, Role.DECODE, "d", 0, 1, epoch=99, memory=memory)
+        for rank in (prefill, decode):
+            await rank.join()
+        assert await prefill.failure(7) == "coordinator_restarted"
+        assert await decode.failure(7) == "coordinator_restarted"
+        await asyncio.sleep(100)
+        assert not prefill.released(7)
+        assert not decode.released(7)
+        (worker,) = await here.workers()
+        fenced_s = now_s()
+        await prefill.release(7)
+        assert now_s() < fenced_s + DRAIN_S
+        await decode.release(7)
+        assert now_s() >= fenced_s + DRAIN_S
+        assert worker.worker.state is WorkerState.UP

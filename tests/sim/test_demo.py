@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.sim.demo import DemoOptions, run
 from coordinator.sim.engine import Sabotage
+from tests.backends.rigs import needs_mooncake, needs_nixl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,6 +122,30 @@ def test_native_engines(tmp_path: Path, backend: str, package: str) -> None:
         pytest.skip(f"there is no {backend} wheel here")
     code, result = show(tmp_path, DemoOptions(backend=backend, handoffs=60))
     check_good(code, result, backend, 60)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kill"),
+    [
+        ("loopback", "decode"),
+        pytest.param("mooncake", "decode", marks=needs_mooncake),
+        pytest.param("nixl", "coordinator", marks=needs_nixl),
+    ],
+)
+def test_ranks_that_run_their_workers_themselves(tmp_path: Path, backend: str, kill: str) -> None:
+    """Cases C07 and C16, over memory that no other process has. Every rank's process ends with code 0."""
+    options = DemoOptions(
+        backend=backend, handoffs=40, hosting="rank", kill_coordinator=kill == "coordinator"
+    )
+    code, result = show(tmp_path, options)
+    assert code == 0
+    assert result["unresolved"] == result["corrupt_pages"] == 0
+    assert result["ranks_agree"] is True
+    assert result["succeeded"] > 0
+    reasons = (
+        {"coordinator_restarted"} if kill == "coordinator" else {"peer_lost", "peer_restarted", "transport"}
+    )
+    assert set(result["failed"]) <= reasons
 
 
 def test_a_corrupt_page_a_missing_release_and_a_rank_that_differs_are_all_found(
