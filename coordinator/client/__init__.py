@@ -5,6 +5,7 @@ from coordinator.client.pool import KVPool
 from coordinator.client.rank import DecodeRank, PrefillRank
 from coordinator.client.settings import ClientSettings
 from coordinator.client.standing import RankState
+from coordinator.client.supervised import SupervisedRank
 from coordinator.layout import Extra, Layout
 from coordinator.messages import Outcome, Refused, Released
 from coordinator.reasons import Failure, Fault, Reason
@@ -24,4 +25,5 @@ __all__ = [
     "Reason",
     "Refused",
     "Released",
+    "SupervisedRank",
 ]

@@ -389,7 +389,8 @@ class Ear:
         elif what == "forget measured":
             engine.measured = {}
         else:
-            engine.manager.transport.order(what, rest[0])
+            for room in rest:
+                engine.manager.transport.order(what, room)
         return None
 
 

@@ -96,11 +96,12 @@ def test_a_failure_of_one_rank_fails_it_on_all_and_says_whose_it_was(engine: Eng
 
 def test_pages_are_held_while_a_worker_may_read_them(engine: Engine) -> None:
     """And a success that comes after the verdict changes nothing but that."""
-    begin(engine, 51)
+    begin(engine, 51, 52)
     engine.ask(0, "failed", 51)
     wait(0.3)
+    engine.all("done", 52)
     # Rank 1 still sends.
-    assert all(51 in report["in_flight"] for report in engine.reports())
+    assert all(report["in_flight"] == [51] for report in engine.done(52))
     engine.ask(1, "done", 51)
     end = outcome(engine.done(51), 51)
     assert end.kind == "failed"
