@@ -252,7 +252,7 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         """Do what the test has rank 0 told, on all ranks in the same step."""
         what, *numbers = command.split()
         rooms = [int(number) for number in numbers]
-        if what in {"prefill", "park", "bootstrap", "fake"}:
+        if what in {"prefill", "park", "bootstrap", "fake", "vanish"}:
             for room in rooms:
                 getattr(self, what)(room)
         elif what == "abort":
@@ -303,6 +303,10 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         sender.init(1, 0)
         self.send_kv_chunk(self.take_on(room, sender), last_chunk=True)
 
+    def vanish(self, room: int) -> None:
+        """A request that leaves the queue in a way that the plugin does not know."""
+        self.disagg_prefill_inflight_queue.remove(self.reqs[room])
+
     def take_on(self, room: int, sender: Any) -> Any:
         """Put a request into the in-flight queue."""
         req = SimpleNamespace(
@@ -330,10 +334,15 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
         self.disagg_prefill_inflight_queue.append(req)
         return req
 
+    @property
+    def link(self) -> Any:
+        """The plugin's, if there is one."""
+        registered = HookRegistry._hooks.get(IN_FLIGHT)
+        return registered[0][1].__self__.link if registered else None
+
     def note_switch(self) -> None:
         """Note in which step the coordinator begins or ceases to decide."""
-        registered = HookRegistry._hooks.get(IN_FLIGHT)
-        link = registered[0][1].__self__.link if registered else None
+        link = self.link
         is_on = link is not None and link.on
         if is_on is not bool(self.switches and self.switches[-1][1]):
             self.switches.append((self.step_number, is_on))
@@ -346,6 +355,7 @@ class Engine(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc] # as ab
             "done": {str(room): done for room, done in self.done.items()},
             "freed": {str(room): step for room, step in self.freed.items()},
             "in_flight": [req.bootstrap_room for req in self.disagg_prefill_inflight_queue],
+            "watched": [] if self.link is None else list(self.link._watched),
             "started": list(self.manager._staging_outstanding),
             "calls": dict(calls),
             "switches": self.switches,

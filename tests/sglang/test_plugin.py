@@ -66,6 +66,16 @@ def test_four_ranks_do_so_too(host: Host, coordinator: Coordinator, place: Path)
         assert [report["calls"].get("all_reduce", 0) for report in reports] == [0] * 4
 
 
+def test_one_rank_alone_needs_no_other(host: Host, coordinator: Coordinator, place: Path) -> None:
+    with Engine(host, place, 1, coordinator.address) as engine:
+        until(engine.is_on, "the coordinator decides")
+        begin(engine, 1, 2)
+        engine.ask(0, "done", 1)
+        engine.ask(0, "failed", 2)
+        reports = engine.done(1, 2)
+        assert [outcome(reports, room).kind for room in (1, 2)] == ["succeeded", "failed"]
+
+
 def test_a_success_waits_for_the_slowest_rank(engine: Engine) -> None:
     begin(engine, 21)
     engine.ask(0, "done", 21)
@@ -136,6 +146,19 @@ def test_what_is_not_the_coordinators_is_polled_as_ever_beside_what_is(engine: E
 def test_a_warm_up_is_not_the_coordinators(engine: Engine) -> None:
     engine.say("fake 65")
     assert outcome(engine.done(65), 65).kind == "succeeded"
+
+
+def test_what_leaves_the_queue_unseen_is_not_waited_for(engine: Engine) -> None:
+    begin(engine, 66, 67)
+    engine.say("vanish 66")
+    engine.say("park 68")  # as many as before: the number alone does not tell
+    engine.all("done", 67)
+    assert outcome(engine.done(67), 67).kind == "succeeded"
+    until(lambda: all(report["watched"] == [] for report in engine.reports()), "nothing is watched")
+    engine.say("bootstrap 68")
+    until(lambda: all(68 in report["started"] for report in engine.reports()), "it is sent")
+    engine.all("done", 68)
+    assert outcome(engine.done(68), 68).kind == "succeeded"
 
 
 def test_rooms_are_used_again(engine: Engine) -> None:

@@ -132,6 +132,8 @@ class Hooks:
             return original(pollers, *rest, **more)
         link.inside = False  # Only this once: what the scheduler asks meanwhile is about others.
         answers = [link.answer(sender) for sender in pollers]
+        if len(answers) - answers.count(None) < link.waiting:
+            link.retired_all_but(pollers)
         others = [sender for sender, answer in zip(pollers, answers, strict=True) if answer is None]
         polled = iter(original(others, *rest, **more) if others else ())
         return [next(polled) if answer is None else int(answer) for answer in answers]

@@ -243,6 +243,13 @@ class Link:
                     self._ghosts.add(room)
                     self._say(self._client.cancel, room, "SGLang has retired it without the coordinator")
 
+    def retired_all_but(self, senders: Iterable[Sender]) -> None:
+        """Some request has left the queue without being retired there: only these are in it."""
+        present = {id(sender) for sender in senders}
+        with self._lock:
+            gone = [watched.sender for watched in self._watched.values() if id(watched.sender) not in present]
+            self.retired(gone)
+
     def sweep(self) -> None:
         """Look whether workers have done with what has ended; SGLang does not always say so."""
         if self._undrained:
