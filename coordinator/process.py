@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from coordinator import garbage, heart, logs
+from coordinator import garbage, heap, heart, logs
 from coordinator.actions import Actions
 from coordinator.errors import ConfigError
 from coordinator.logs import get_logger
@@ -109,6 +109,7 @@ def run(config: Config, path: Path | None = None) -> int:
         ConfigError: an address, a key or a file cannot be used.
 
     """
+    heap.settle()
     log = config.log
     file = None if log.file is None else logs.LogFile(log.file, log.file_bytes, log.file_count)
     logs.configure(log.level, log.format, file=file)
