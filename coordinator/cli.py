@@ -133,12 +133,14 @@ def plan(
     *,
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="A model by name, or a .toml file.")],
     prefill_tp: Annotated[int, typer.Option(min=1, max=1024, help="TP ranks in each stage of prefill.")] = 1,
-    prefill_pp: Annotated[int, typer.Option(min=1, max=64, help="Pipeline stages of prefill.")] = 1,
+    prefill_pp: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Pipeline stages of prefill, if not as the layout says.")
+    ] = None,
     decode: Annotated[
         str, typer.Option(metavar="LAYOUT", help="The same for decode; left out: as prefill.")
     ] = "",
     decode_tp: Annotated[int, typer.Option(min=1, max=1024, help="TP ranks in each stage of decode.")] = 1,
-    decode_pp: Annotated[int, typer.Option(min=1, max=64, help="Pipeline stages of decode.")] = 1,
+    decode_pp: Annotated[int | None, typer.Option(min=1, max=64, help="The same for decode.")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=2**31, help="Tokens in the prompt.")] = 8192,
 ) -> None:
     """Show what a handoff between two engines amounts to: legs, bytes, descriptors; or why there is none."""
@@ -147,8 +149,8 @@ def plan(
     from coordinator import presets, sizing_display
     from coordinator.sizing import Side
 
-    source = Side(presets.staged(presets.load(prefill), prefill_pp), prefill_tp * prefill_pp)
-    target = Side(presets.staged(presets.load(decode or prefill), decode_pp), decode_tp * decode_pp)
+    source = Side.of(presets.load(prefill, prefill_pp), prefill_tp)
+    target = Side.of(presets.load(decode or prefill, decode_pp), decode_tp)
     raise typer.Exit(OK if sizing_display.show(Console(), source, target, tokens) else UNUSABLE)
 
 

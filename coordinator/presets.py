@@ -30,37 +30,36 @@ def names() -> list[str]:
     return sorted({path.stem for directory in _DIRECTORIES for path in directory.glob("*.toml")})
 
 
-def load(name: str) -> Layout:
+def load(name: str, stages: int | None = None) -> Layout:
     """Read a preset, or the file at the path ``name`` if that ends in ``.toml``.
 
+    Args:
+        name: which one.
+        stages: cut it into so many pipeline stages, which differ by one layer at most, the longer ones
+            first; None: leave it as it is cut there.
+
     Raises:
-        ConfigError: there is none, or it says something that is no layout.
+        ConfigError: there is none, it says something that is no layout, or cannot be cut like that.
 
     """
     for directory in _DIRECTORIES:
         # The name alone: a preset is nowhere else.
         path = directory / f"{name}.toml"
         if name == Path(name).name and path.is_file():
-            return _read(path)
+            return _staged(_read(path), stages)
     if name.endswith(".toml"):
-        return _read(Path(name))
+        return _staged(_read(Path(name)), stages)
     raise ConfigError([f"there is no layout {name!r}: name a .toml file, or one of {', '.join(names())}"])
 
 
-def staged(layout: Layout, stages: int) -> Layout:
-    """Cut a layout into pipeline stages that differ by one layer at most, the longer ones first.
-
-    Raises:
-        ConfigError: there are more stages than layers.
-
-    """
-    if stages == 1:
+def _staged(layout: Layout, stages: int | None) -> Layout:
+    if stages is None:
         return layout
     if not 1 <= stages <= layout.layers:
         raise ConfigError([f"{layout.layers} layers cannot be cut into {stages} pipeline stages"])
     each, longer = divmod(layout.layers, stages)
     cut = tuple(each + (stage < longer) for stage in range(stages))
-    return msgspec.structs.replace(layout, stages=cut)
+    return msgspec.structs.replace(layout, stages=cut if stages > 1 else ())
 
 
 def _read(path: Path) -> Layout:

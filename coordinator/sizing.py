@@ -33,6 +33,11 @@ class Side:
     layout: Layout
     world_size: int
 
+    @classmethod
+    def of(cls, layout: Layout, tp: int) -> Side:
+        """An engine with ``tp`` ranks in each stage of its layout."""
+        return cls(layout, tp * max(1, len(layout.stages)))
+
 
 @dataclass(frozen=True, slots=True)
 class LegSize:

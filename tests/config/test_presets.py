@@ -12,7 +12,7 @@ import pytest
 from coordinator import presets
 from coordinator.errors import ConfigError
 from coordinator.layout import Extra, Layout
-from coordinator.presets import load, names, staged
+from coordinator.presets import load, names
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +46,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         'layers = 4\nkv_heads = 2\nhead_size = 64\ndtype = "float8_e4m3"\npage_tokens = 1\n'
         'stages = [3, 1]\nextras = [["k_scale", 1, "float32"]]\n'
     )
+    assert load(str(path), 1).stages == ()
+    assert load(str(path), 2).stages == (2, 2)
     assert load(str(path)) == Layout(
         4, 1, 2, 64, "float8_e4m3", "apart", (3, 1), (Extra("k_scale", 1, "float32"),)
     )
@@ -79,14 +81,14 @@ def test_what_is_no_preset_is_refused_naming_those_that_are(name: str) -> None:
 
 @pytest.mark.parametrize(("stages", "cut"), [(1, ()), (2, (31, 30)), (4, (16, 15, 15, 15))])
 def test_stages_differ_by_one_layer_at_most(stages: int, cut: tuple[int, ...]) -> None:
-    layout = staged(load("DeepSeek-V3"), stages)
+    layout = load("DeepSeek-V3", stages)
     assert layout.stages == cut
     layout.check(2 * stages)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="61 layers cannot be cut into 62 pipeline stages"):
-        staged(load("DeepSeek-V3"), 62)
+        load("DeepSeek-V3", 62)
 
 
 def test_an_installed_package_has_them_too(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from backends.descriptors import merged_runs
-from coordinator import presets
 from coordinator.layout import Extra, Layout
 from coordinator.sizing import Side, refusal, sizes
 from coordinator.worker.places import RankPool
@@ -46,7 +45,10 @@ def descriptors(prefill: Side, p: int, decode: Side, d: int, pages: Sequence[int
 def test_the_figures_are_those_of_the_planner(
     shape: str, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
-    source, target = (Side(presets.staged(SHAPES[shape], pp), tp * pp) for tp, pp in (prefill, decode))
+    source, target = (
+        Side.of(msgspec.structs.replace(SHAPES[shape], stages=(3, 2) if pp == 2 else ()), tp)
+        for tp, pp in (prefill, decode)
+    )
     # 9 pages, of which the last one is not full: it travels whole.
     legs = sizes(source, target, tokens=9 * 4 - 1)
     for leg in legs:
