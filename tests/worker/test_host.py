@@ -214,10 +214,10 @@ def test_a_revoked_move_posts_no_more(make_sender: MakeSender, receiver: Receive
     sender.reports.wait(MoveSettled)
     sender.obey(FencePeer(receiver.peer))
     sender.reports.wait(Fenced)
-    # The first post and the one that stalled: two pages each, in the first plane.
+    # The first post and the one that stalled: the same two pages, each in a plane of its own.
     plane, page = np.nonzero(receiver.pool.by_page.any(axis=2))
-    assert plane.tolist() == [0, 0, 0, 0]
-    assert page.tolist() == [1, 2, 3, 4]
+    assert plane.tolist() == [0, 0, 1, 1]
+    assert page.tolist() == [1, 2, 1, 2]
 
 
 def test_progress_goes_on_while_a_long_move_does(make_sender: MakeSender, receiver: Receiver) -> None:
