@@ -507,11 +507,15 @@ def test_links_give_back_what_they_took(
     for _ in range(3):
         cycle()
     before = process.num_fds(), process.num_threads()
-    before_bytes = process.memory_info().rss
-    for _ in range(20):
-        cycle()
+    grown_bytes = []
+    # What leaks does so in every round; what an allocator keeps for later, or another thread takes, in one.
+    for _ in range(3):
+        before_bytes = process.memory_info().rss
+        for _ in range(10):
+            cycle()
+        grown_bytes.append(process.memory_info().rss - before_bytes)
     assert (process.num_fds(), process.num_threads()) == before
-    assert process.memory_info().rss - before_bytes < 8 * MIB
+    assert min(grown_bytes) < 4 * MIB, grown_bytes
 
 
 def test_an_idle_link_does_next_to_nothing(

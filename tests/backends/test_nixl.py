@@ -292,11 +292,15 @@ def test_links_give_back_what_they_took(
     for _ in range(3):
         cycle()
     before = descriptors(), tasks()
-    before_bytes = resident_bytes()
-    for _ in range(20):
-        cycle()
+    grown_bytes = []
+    # What leaks does so in every round; what an allocator keeps for later, or another thread takes, in one.
+    for _ in range(3):
+        before_bytes = resident_bytes()
+        for _ in range(10):
+            cycle()
+        grown_bytes.append(resident_bytes() - before_bytes)
     assert (descriptors(), tasks()) == before
-    assert resident_bytes() - before_bytes < 8 * MIB
+    assert min(grown_bytes) < 4 * MIB, grown_bytes
 
 
 def test_many_grids_are_not_kept_for_ever(
