@@ -98,7 +98,7 @@ class Group:
         lineage: its identity, which outlives coordinators; see ``Welcome``.
         awaits: rooms of a former epoch of which its ranks have spoken without having been told a
             verdict since -> the last attempt that they know to have ended.
-        unproven: rooms of which its ranks had spoken to a former coordinator, perhaps, while it is not
+        unproven: rooms of which a former coordinator had heard from its ranks, perhaps, while it is not
             proven that nothing moves any more at its pages on behalf of that one.
 
     """

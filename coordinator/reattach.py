@@ -169,7 +169,7 @@ class Reattach:
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
         group.lineage, group.awaits = testimony.lineage or group.lineage, dict(testimony.awaits)
-        group.unproven = set(testimony.awaits)
+        group.unproven = testimony.begun
         self._remember(group, testimony)
         _log.warning(
             "group.restored",
@@ -219,7 +219,7 @@ class Reattach:
         self._answer(hello, identity, rank)
         if hello.memory is not None:
             if group not in self._quiet:
-                group.unproven.update(held.room for held in (*hello.memory.held, *hello.memory.said))
+                group.unproven.update(held.room for held in hello.memory.held)
             for held in hello.memory.held:
                 self._recall(group, held)
             self._owe(group, hello.memory.unreleased, have)

@@ -57,6 +57,12 @@ class Testimony:
                 self.awaits[room.room] = max(room.attempt, self.awaits.get(room.room, 0))
 
     @property
+    def begun(self) -> set[int]:
+        """The rooms that the former coordinator may have begun, without a verdict that all have heard."""
+        memories = [hello.memory for hello in self.hellos]
+        return {held.room for memory in memories if memory for held in memory.held}
+
+    @property
     def lineage(self) -> int:
         """That of the group."""
         return self.most.memory.lineage if self.most.memory is not None else 0
@@ -74,8 +80,7 @@ class Testimony:
     @property
     def held(self) -> int:
         """How many rooms are in flight as far as some rank knows."""
-        memories = [hello.memory for hello in self.hellos]
-        return len({held.room for memory in memories if memory for held in memory.held})
+        return len(self.begun)
 
     @property
     def kept(self) -> list[Event]:

@@ -173,7 +173,10 @@ async def test_what_was_said_while_nobody_was_there_is_handed_over_when_somebody
         decode.say(Offer(7, 0, pages(1)))
         prefill.say(Send(7, 0, pages(1), last=True, aux=b"first token"))
         await come_back(world, *(([prefill], [decode]) if first == "p" else ([decode], [prefill])))
-        await world.until(lambda: has(decode, Outcome(7, 1, None, b"first token")), 5, "it has arrived")
+        began_s = world.now_s()
+        arrived = Outcome(7, 1, None, b"first token")
+        await world.until(lambda: has(decode, arrived, Released(7, 1)), 5, "it has arrived")
+        assert world.now_s() - began_s < 1.0
 
 
 async def test_a_new_rank_that_was_there_before_the_past_of_its_group_is_one_of_it() -> None:
