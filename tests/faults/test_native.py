@@ -128,7 +128,7 @@ def rests(pid: int) -> bool:
     before, before_s, began_s = wakes(pid), cpu_s(pid), time.monotonic()
     time.sleep(2.0)  # the time that passes is what is looked at
     passed_s = time.monotonic() - began_s
-    return wakes(pid) - before < 200 * passed_s and cpu_s(pid) - before_s < 0.05 * passed_s
+    return wakes(pid) - before < 1000 * passed_s and cpu_s(pid) - before_s < 0.2 * passed_s
 
 
 def wakes(pid: int) -> int:
