@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from coordinator import frames as wire
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Messages handled per wake, and for how long, before timers and other sockets get their turn.
 BATCH: Final = 256
 TURN_S: Final = 0.005
-#: From this size on, handing the buffer over is cheaper than copying it.
-ZERO_COPY_BYTES: Final = 65536
 
 
 class Channel:
@@ -50,7 +50,7 @@ class Channel:
         if self._closed:
             return False
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < ZERO_COPY_BYTES)
+            wire.send(self._socket, frames)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
                 return False
@@ -68,6 +68,10 @@ class Channel:
             self._loop.remove_reader(self._fd)
         self._socket.close()
 
+    def _is_closed(self) -> bool:
+        # A message may have closed us.
+        return self._closed
+
     def _wake(self) -> None:
         if not self._scheduled and self._loop is not None and not self._closed:
             self._scheduled = True
@@ -75,21 +79,23 @@ class Channel:
 
     def _drain(self) -> None:
         self._scheduled = False
+        # After a send there is rarely anything.
+        if self._is_closed() or not wire.waiting(self._socket):
+            return
         # Not the loop's clock: uvloop's stands still while a callback runs.
         until_s = monotonic() + TURN_S
         for _ in range(BATCH):
-            if self._closed:
+            frames = wire.receive(self._socket)
+            if frames is None:
                 return
-            # Asking costs half of what an exception does, which would end nearly every turn.
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 self._on_message(frames)
             except BaseException:
                 # The edge is spent: without another look, what is queued behind would wait for ever.
                 self._wake()
                 raise
+            if self._is_closed():
+                return
             if monotonic() > until_s:
                 break
         self._wake()

@@ -76,6 +76,7 @@ class Handoff:
         opened_at_s, complete_at_s, moving_at_s, concluded_at_s: when, on the loop's clock; 0 before.
         moved_bytes: bytes that have arrived.
         flights: its moves that are under way or not quiet yet, by number.
+        held_nothing: the pages of both sides were quiet when the verdict fell.
         released_together: whether both sides were released at once; None before any was.
 
     """
@@ -93,6 +94,7 @@ class Handoff:
         "concluded_at_s",
         "decode",
         "flights",
+        "held_nothing",
         "machine",
         "moved_bytes",
         "moving_at_s",
@@ -113,6 +115,7 @@ class Handoff:
         self.concluded_at_s = 0.0
         self.moved_bytes = 0
         self.flights: dict[int, Flight] = {}
+        self.held_nothing = False
         self.released_together: bool | None = None
         self._desk = desk
         self._now_s = loop.time

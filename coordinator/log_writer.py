@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 #: Lines that may wait for stdout; about as many as a busy coordinator logs in a second.
 MAX_LINES: Final = 20_000
-#: Once awake, the thread lets lines gather for this long: one write instead of one for each line, and
-#: it does not fight with the loop's thread for the interpreter at every line.
-GATHER_S: Final = 0.005
-#: Lines in one write.
+#: The thread lets lines gather for this long before it writes: one write instead of one for each line,
+#: and it does not fight with the loop's thread for the interpreter at every line.
+GATHER_S: Final = 0.02
+#: Lines in one write; when so many wait, no more are waited for.
 _BATCH: Final = 256
 
 
@@ -110,9 +110,9 @@ class Writer:
 
     def _gather(self) -> bool:
         """Wait for lines; False at the end."""
-        if self._lines:
+        if len(self._lines) >= _BATCH:
             return True
-        self._asleep = True
+        self._asleep = not self._lines
         # A line that came before the flag was seen has set no wake: look again before sleeping.
         while not self._lines and not self._closing.is_set():
             self._wake.wait()

@@ -435,6 +435,7 @@ class Rooms:
             group.handoffs.discard(handoff)
             self._publish(group)
         self._counters.concluded(handoff)
+        handoff.held_nothing = not machine.held
         self._log_outcome(handoff)
 
     def released(self, handoff: Handoff, side: Role) -> None:
@@ -445,18 +446,23 @@ class Rooms:
             self.release(group, machine.room, machine.attempt)
         elif group is not None:
             self.tell(group, Released(machine.room, machine.attempt))
+        if not handoff.held_nothing:  # else the line of the outcome says it
+            self._log_released(handoff, side)
+        self.releases.changed(handoff)
+
+    def _log_released(self, handoff: Handoff, side: Role) -> None:
         first = handoff.released_together is None
         if first:
-            handoff.released_together = not machine.held
-        if not (first and handoff.released_together):  # else the other side follows: one line for both
-            held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
-            _log.info(
-                "handoff.released",
-                **self._who(handoff),
-                side="both" if handoff.released_together else side.value,
-                held_s=round(held_s, 4),
-            )
-        self.releases.changed(handoff)
+            handoff.released_together = not handoff.machine.held
+        if first and handoff.released_together:
+            return  # The other side follows: one line for both.
+        held_s = asyncio.get_running_loop().time() - handoff.concluded_at_s
+        _log.info(
+            "handoff.released",
+            **self._who(handoff),
+            side="both" if handoff.released_together else side.value,
+            held_s=round(held_s, 4),
+        )
 
     def late(self, handoff: Handoff, event: Event) -> None:
         """Count and log an event that came after the verdict."""
@@ -502,6 +508,7 @@ class Rooms:
             total_s=round(handoff.concluded_at_s - handoff.opened_at_s, 4),
             after_prefill_s=round(handoff.concluded_at_s - complete_s, 4) if complete_s else None,
             bytes=handoff.moved_bytes,
+            held=handoff.machine.held,
         )
 
     async def make_quiet(self, handoff: Handoff) -> None:

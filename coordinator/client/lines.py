@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import zmq
 
+from coordinator import frames as wire
 from coordinator.client.sockets import open_control, open_outcomes
 from coordinator.errors import ConfigError, ProtocolError, RefusedError
 from coordinator.messages import decode_broadcast, decode_to_rank
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 _BATCH: Final = 256
 #: How long what was sent at the end may take to leave; nobody waits for it.
 _LINGER_MS: Final = 200
+
+# Plain numbers: the operators of pyzmq's flags cost more than the sockets' own work.
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
 
 _T = TypeVar("_T")
 
@@ -70,7 +75,7 @@ class Lines:
                 f"address, such as ipc:///run/kv-coordinator/control or tcp://host:port"
             )
             raise ConfigError([problem]) from error
-        self._readable: set[zmq.Socket[bytes]] = set()
+        self._readable: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
         self._poller.register(bell, zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
@@ -103,7 +108,7 @@ class Lines:
     def transmit(self, frame: bytes) -> bool:
         """Send a frame; if the connection takes none, the next wait ends when it does."""
         try:
-            self._control.send(frame, zmq.NOBLOCK)
+            wire.send(self._control, [frame])
         except zmq.Again:
             self._poller.modify(self._control, zmq.POLLIN | zmq.POLLOUT)
             return False
@@ -111,12 +116,18 @@ class Lines:
 
     def wait(self, timeout_s: float) -> Ready:
         """Wait for a message, the bell, or a connection that takes messages again."""
-        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        self._readable = {socket for socket, events in ready.items() if events & zmq.POLLIN}
-        writable = bool(ready.get(self._control, 0) & zmq.POLLOUT)
+        rang = writable = False
+        self._readable.clear()
+        for source, events in self._poller.poll(math.ceil(timeout_s * 1000)):
+            if isinstance(source, zmq.Socket):
+                if events & _POLLIN:
+                    self._readable.append(source)
+                writable = writable or bool(events & _POLLOUT)
+            else:
+                rang = True
         if writable:
             self._poller.modify(self._control, zmq.POLLIN)
-        return Ready(self._bell in ready, writable)
+        return Ready(rang, writable)
 
     def receive(self) -> tuple[list[Broadcast], list[ToRank]]:
         """Take what had arrived when the last wait ended, and what has come since."""
@@ -154,16 +165,18 @@ class Lines:
 
     def _read(self, socket: zmq.Socket[bytes], into: list[_T], decode: Callable[[list[bytes]], _T]) -> None:
         for _ in range(_BATCH):
-            # Asking is cheaper than an exception, which would end the reading of nearly every message.
-            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            frames = wire.receive(socket)
+            if frames is None:
                 return
-            frames = socket.recv_multipart(zmq.NOBLOCK)
             try:
                 into.append(decode(frames))
             except ProtocolError as error:
                 self.malformed += 1
                 name = self.talk.standing.name
                 logger.warning("%s: dropped a frame, %d so far: %s", name, self.malformed, error)
+            # Mostly one message has come; to ask is cheaper than to try.
+            if not wire.waiting(socket):
+                return
 
     def _as_broadcast(self, frames: list[bytes]) -> Broadcast:
         if len(frames) != 2 or frames[0] != self._topic:  # noqa: PLR2004 - topic and payload

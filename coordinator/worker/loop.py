@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from coordinator import frames as wire
 from coordinator import messages
 from coordinator.errors import ProtocolError
 from coordinator.messages import Commands, Refused, Reports, Stop
@@ -66,6 +67,7 @@ class ControlLoop:
         self._calls: dict[object, Callable[[], bool]] = {}
         # A message that the socket did not take yet.
         self._pending = messages.encode(hello)
+        self._blocked = False
         self._ended: End | None = None
         self._sign_due_s = 0.0
 
@@ -92,9 +94,8 @@ class ControlLoop:
     def _receive(self) -> None:
         """Take what has arrived, within reason."""
         for _ in range(_FRAMES_PER_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = wire.receive(self._socket)
+            if frames is None:
                 return
             try:
                 self._obey(frames)
@@ -123,11 +124,14 @@ class ControlLoop:
                     return
                 self._pending = messages.encode(Reports(reports))
             try:
-                self._socket.send(self._pending, zmq.NOBLOCK)
+                wire.send(self._socket, [self._pending])
             except zmq.Again:
+                self._blocked = True
                 self._poller.modify(self._socket, zmq.POLLIN | zmq.POLLOUT)
                 self._sign_due_s = time.monotonic() + self._heartbeat_s
                 return
-            self._poller.modify(self._socket, zmq.POLLIN)
+            if self._blocked:
+                self._blocked = False
+                self._poller.modify(self._socket, zmq.POLLIN)
             self._pending = b""
             self._sign_due_s = time.monotonic() + self._heartbeat_s
