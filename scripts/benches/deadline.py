@@ -1,4 +1,7 @@
-"""How late a deadline is told: one by one, and when all of them pass in one instant."""
+"""How late a deadline is told: one by one, and when all of them pass in one instant.
+
+``bare_...`` are the same for as many tasks with a time-out on this host that do nothing else, and tell nobody.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import zmq
 from coordinator.client import Outcome, Reason
 from coordinator.messages import Role
 from scripts.benches import at_most
+from scripts.benches.support import yardsticks
 from scripts.benches.support.deployment import Deployment, sleep_until
 from scripts.benches.support.waiting import PAGES, barrier
 
@@ -58,6 +62,8 @@ def run(arguments: Arguments) -> dict[str, float]:
         "inflight": inflight,
         "p99_late_ms": 1e3 * _late_s(inflight, spread_s),
         "all_at_once_s": _all_at_once_s(inflight),
+        "bare_p99_late_ms": yardsticks.lateness_ms(inflight, spread_s),
+        "bare_all_at_once_s": yardsticks.expiries_s(inflight),
     }
 
 

@@ -1,4 +1,7 @@
-"""Handoffs a second, everything on two cores, and what each costs the coordinator."""
+"""Handoffs a second, everything on two cores, and what each costs the coordinator.
+
+``bare_task_us`` is the CPU time of one task with a time-out on this host that does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import numpy as np
 from coordinator.client import DecodeRank, Outcome, PrefillRank
 from coordinator.messages import Role
 from scripts.benches import at_least, at_most
+from scripts.benches.support import yardsticks
 from scripts.benches.support.deployment import Deployment
 from scripts.benches.support.process_cost import cpu_s, two_cores
 
@@ -55,7 +59,13 @@ def run(arguments: Arguments) -> dict[str, float]:
     with two_cores():
         tp1_per_s, _ = measure(1, TP1_WINDOW, warm_s, measured_s)
         tp8_per_s, tp8_cpu_us = measure(8, TP8_WINDOW, warm_s, measured_s)
-    return {"tp1_per_s": tp1_per_s, "tp8_per_s": tp8_per_s, "tp8_coordinator_cpu_us": tp8_cpu_us}
+        bare_task_us = yardsticks.task_us()
+    return {
+        "tp1_per_s": tp1_per_s,
+        "tp8_per_s": tp8_per_s,
+        "tp8_coordinator_cpu_us": tp8_cpu_us,
+        "bare_task_us": bare_task_us,
+    }
 
 
 def measure(world_size: int, window: int, warm_s: float, measured_s: float) -> tuple[float, float]:
