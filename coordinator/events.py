@@ -25,10 +25,12 @@ class State(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
-    @property
-    def terminal(self) -> bool:
-        """Whether the verdict is known."""
-        return self in {State.SUCCEEDED, State.FAILED}
+    #: Whether the verdict is known. Set once for each state: it is asked several times for each event.
+    terminal: bool
+
+    def __init__(self, value: str) -> None:
+        """Note whether this state is an end."""
+        self.terminal = value in {"succeeded", "failed"}
 
 
 Leg = tuple[int, int]

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 #: How many transitions a handoff remembers of its own story.
 STORY_LENGTH: Final = 16
+_SIDES: Final = tuple(Role)
+_RELEASES: Final = {side: Release(side) for side in Role}
 _OF_A_RANK: Final = (Opened, Sent, Offered, Extended)
 
 
@@ -94,12 +96,12 @@ class HandoffMachine:
         "_legs",
         "_moves",
         "_next_move",
-        "_released",
         "_row",
         "attempt",
         "aux",
         "concluded",
         "failure",
+        "held",
         "room",
         "state",
         "story",
@@ -113,12 +115,12 @@ class HandoffMachine:
         self.failure: Failure | None = None
         self.aux = b""
         self.concluded = 0
+        self.held: tuple[Role, ...] = _SIDES
         self.story: list[Step] = []
         self._row = _ROWS[State.OPEN]
         self._legs = Legs()
         self._moves: dict[int, _Move] = {}
         self._next_move = 0
-        self._released: list[Role] = []
 
     def apply(self, event: Event, now_s: float = 0.0) -> list[Effect]:
         """Take one event; return what must be done, in order. ``now_s`` only dates the story.
@@ -138,11 +140,6 @@ class HandoffMachine:
         return effects
 
     # What an observer may ask
-
-    @property
-    def held(self) -> tuple[Role, ...]:
-        """The sides whose pages are not released."""
-        return tuple(side for side in Role if side not in self._released)
 
     @property
     def unsettled(self) -> tuple[int, ...]:
@@ -173,17 +170,16 @@ class HandoffMachine:
         """
         assert self.concluded == int(self.state.terminal), "exactly one verdict, in a terminal state"
         assert (self.failure is not None) == (self.state is State.FAILED), "a failure iff FAILED"
-        assert len(set(self._released)) == len(self._released), "a side is released once"
         if not self.state.terminal:
-            assert not self._released, "nothing is released before the verdict"
+            assert self.held == _SIDES, "nothing is released before the verdict"
             assert all(move.source_held and move.destination_held for move in self._moves.values())
         if self.state is State.SUCCEEDED:
             assert not self._moves, "no move is outstanding after success"
-            assert set(self._released) == set(Role), "success releases both sides at once"
+            assert not self.held, "success releases both sides at once"
         if self.state is State.FAILED:
             moves = self._moves.values()
-            assert (Role.PREFILL in self._released) != any(m.source_held for m in moves)
-            assert (Role.DECODE in self._released) != any(m.destination_held for m in moves)
+            assert (Role.PREFILL in self.held) == any(m.source_held for m in moves)
+            assert (Role.DECODE in self.held) == any(m.destination_held for m in moves)
         if self.state is State.MOVING:
             assert self._legs.all_in, "MOVING means that every rank is in"
             assert self._moves, "MOVING means that bytes are missing"
@@ -332,15 +328,18 @@ class HandoffMachine:
 
     def _release(self) -> list[Effect]:
         """Release each side that nothing holds any more, once."""
-        effects: list[Effect] = []
+        before, self.held = self.held, self._in_use()
+        return [_RELEASES[side] for side in before if side not in self.held]
+
+    def _in_use(self) -> tuple[Role, ...]:
+        if not self._moves:
+            return ()
         moves = self._moves.values()
-        if Role.PREFILL not in self._released and not any(move.source_held for move in moves):
-            self._released.append(Role.PREFILL)
-            effects.append(Release(Role.PREFILL))
-        if Role.DECODE not in self._released and not any(move.destination_held for move in moves):
-            self._released.append(Role.DECODE)
-            effects.append(Release(Role.DECODE))
-        return effects
+        in_use = {
+            Role.PREFILL: any(move.source_held for move in moves),
+            Role.DECODE: any(move.destination_held for move in moves),
+        }
+        return tuple(side for side in self.held if in_use[side])
 
 
 #: What each state does with each event. Terminal rows are explicit; a pair that stands nowhere is

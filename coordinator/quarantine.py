@@ -65,8 +65,10 @@ class Quarantine:
 
     def let_go(self, handoff: Handoff) -> None:
         """Both sides of a handoff are quiet."""
-        self.held_bytes -= self._handoffs.pop(handoff, 0)
-        self.judge()
+        size_bytes = self._handoffs.pop(handoff, None)
+        if size_bytes is not None:
+            self.held_bytes -= size_bytes
+            self.judge()
 
     def judge(self) -> None:
         """Compare what is held with the budget, and log it when the answer is another one than before."""

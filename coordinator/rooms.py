@@ -503,8 +503,7 @@ class Rooms:
         _log.info(
             "handoff.outcome",
             **self._who(handoff),
-            outcome="succeeded" if failure is None else "failed",
-            **({} if failure is None else msgspec.structs.asdict(failure)),
+            **_ending(failure),
             total_s=round(handoff.concluded_at_s - handoff.opened_at_s, 4),
             after_prefill_s=round(handoff.concluded_at_s - complete_s, 4) if complete_s else None,
             bytes=handoff.moved_bytes,
@@ -596,6 +595,18 @@ class Rooms:
             "room": handoff.machine.room,
             "attempt": handoff.machine.attempt,
         }
+
+
+def _ending(failure: Failure | None) -> dict[str, object]:
+    """How the line of an outcome tells it."""
+    if failure is None:
+        return {"outcome": "succeeded"}
+    return {
+        "outcome": "failed",
+        "reason": failure.reason,
+        "origin": failure.origin,
+        "message": failure.message,
+    }
 
 
 def _next_of(group: Group) -> Elsewhere:

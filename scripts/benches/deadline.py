@@ -1,6 +1,6 @@
 """How late a deadline is told: one by one, and when all of them pass in one instant.
 
-``bare_...`` are the same for as many tasks with a time-out on this host that do nothing else, and tell nobody.
+``bare_...`` are the same for as many tasks with a time-out on this host that do and tell nothing else.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ up, or when the driver has ended.
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import sys
@@ -70,6 +71,8 @@ def main() -> None:
         pool = cleanup.enter_context(lean_pool(settings.layout, settings.pages, settings.world_size))
         rank = _join(settings, pool, cleanup)
         rank.wait_ready(READY_S)
+        # As engines do once they have warmed up: what was loaded is not to be collected again and again.
+        gc.freeze()
         driver.send("ready")
         try:
             if hasattr(bench, "pool_engine"):
