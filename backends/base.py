@@ -120,21 +120,36 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Copy ``source`` block ``source_blocks[i]`` onto ``destination`` block ``destination_blocks[i]``.
+    """Copy blocks of ``source`` onto blocks of ``destination``, run by run.
 
-    Both index arrays are int32, of one dimension and equal length; both grids have the same
-    ``block_bytes``. Runs that are consecutive on both sides may be merged by the backend.
+    A run is blocks that follow one another on both sides. All arrays are int32, of one dimension and
+    equal length; both grids have the same ``block_bytes``. ``backends.descriptors`` checks parts, and
+    makes their runs, or all of their blocks, out of them.
+
+    Attributes:
+        source: the grid in our memory.
+        source_blocks: the first block of each run there.
+        destination: the grid in the peer's memory.
+        destination_blocks: the first block of each run there.
+        lengths: blocks in each run; None: each is one block.
+
     """
 
     source: Grid
     source_blocks: BlockIndex
     destination: Grid
     destination_blocks: BlockIndex
+    lengths: BlockIndex | None = None
+
+    @property
+    def count(self) -> int:
+        """Blocks in all runs."""
+        return int(self.source_blocks.size if self.lengths is None else self.lengths.sum())
 
     @property
     def size_bytes(self) -> int:
         """Bytes that this part moves."""
-        return int(self.source_blocks.size) * self.source.block_bytes
+        return self.count * self.source.block_bytes
 
 
 class Status(Enum):

@@ -1,4 +1,4 @@
-"""Checks on the block lists of a write, and their merging into runs: pure numpy, for all backends.
+"""Checks on the block lists of a write, and their runs: pure numpy, for all backends.
 
 Every backend calls ``check_parts`` before its engine sees anything. It is what keeps a wrong page
 list from touching memory outside a registered region, on either side.
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from backends.base import Grid, Part
+    from backends.base import BlockIndex, Grid, Part
 
 _INT32: Final = np.dtype(np.int32)
-_FIRST: Final = np.zeros(1, np.int64)
 
 
 class Runs(NamedTuple):
@@ -55,9 +54,11 @@ def check_parts(parts: Sequence[Part], local_bytes: Sequence[int], remote_bytes:
         problem = (
             grid_problem("source", part.source, local_bytes)
             or grid_problem("destination", part.destination, remote_bytes)
-            or _blocks_problem("source", part.source_blocks, part.source.count)
-            or _blocks_problem("destination", part.destination_blocks, part.destination.count)
+            or _array_problem("source blocks", part.source_blocks)
+            or _array_problem("destination blocks", part.destination_blocks)
             or _pairing_problem(part)
+            or _reach_problem("source", part.source_blocks, part.lengths, part.source.count)
+            or _reach_problem("destination", part.destination_blocks, part.lengths, part.destination.count)
         )
         if problem:
             message = f"part {number}: {problem}"
@@ -85,18 +86,15 @@ def grid_problem(side: str, grid: Grid, region_bytes: Sequence[int]) -> str | No
     return None
 
 
-def _blocks_problem(side: str, blocks: object, count: int) -> str | None:
-    """What is wrong with a block list, given the number of blocks of its grid; else ``None``."""
-    if not isinstance(blocks, np.ndarray) or blocks.dtype != _INT32 or blocks.ndim != 1:
-        return f"{side} blocks must be a numpy array of int32 with one dimension"
-    # As unsigned, a negative number is a huge one: one pass finds both.
-    if blocks.size and np.maximum.reduce(blocks.view(np.uint32)) >= count:
-        return f"{side} blocks reach from {blocks.min()} to {blocks.max()}, the grid has {count}"
+def _array_problem(what: str, array: object) -> str | None:
+    """What is wrong with an array of a part by itself; else ``None``."""
+    if not isinstance(array, np.ndarray) or array.dtype != _INT32 or array.ndim != 1:
+        return f"{what} must be a numpy array of int32 with one dimension"
     return None
 
 
 def _pairing_problem(part: Part) -> str | None:
-    """Why the two sides of a part do not fit each other; else ``None``."""
+    """Why the arrays, or the two sides, of a part do not fit each other; else ``None``."""
     if part.source_blocks.size != part.destination_blocks.size:
         return f"{part.source_blocks.size} source blocks, {part.destination_blocks.size} destination blocks"
     if part.source.block_bytes != part.destination.block_bytes:
@@ -104,27 +102,86 @@ def _pairing_problem(part: Part) -> str | None:
             f"source blocks have {part.source.block_bytes} bytes, "
             f"destination blocks {part.destination.block_bytes}"
         )
-    return None
+    lengths = part.lengths
+    if lengths is None:
+        return None
+    problem = _array_problem("lengths", lengths)
+    if problem is None and lengths.size != part.source_blocks.size:
+        problem = f"{part.source_blocks.size} runs, {lengths.size} lengths"
+    if problem is None and lengths.size and np.minimum.reduce(lengths) < 1:
+        problem = f"a run has {lengths.min()} blocks"
+    return problem
+
+
+def _reach_problem(side: str, blocks: BlockIndex, lengths: BlockIndex | None, count: int) -> str | None:
+    """What is wrong with the runs of one side, given the number of blocks of its grid; else ``None``."""
+    if not blocks.size:
+        return None
+    # As unsigned, a negative number is a huge one: one pass finds both.
+    first = blocks.view(np.uint32)
+    outside = np.maximum.reduce(first) >= count
+    if not outside and lengths is not None:
+        # Both are less than 2**31, so their sum does not wrap around.
+        outside = np.maximum.reduce(first + (lengths.view(np.uint32) - np.uint32(1))) >= count
+    if not outside:
+        return None
+    last = blocks.astype(np.int64) + (0 if lengths is None else lengths - 1)
+    return f"{side} blocks reach from {blocks.min()} to {last.max()}, the grid has {count}"
+
+
+def runs_of(source: BlockIndex, destination: BlockIndex) -> tuple[BlockIndex, BlockIndex, BlockIndex]:
+    """Find the blocks that follow one another on both sides.
+
+    Args:
+        source: block numbers, int32.
+        destination: as many.
+
+    Returns:
+        The first blocks of each run, here and there, and its length; all int32.
+
+    """
+    if not source.size:
+        return source, destination, source
+    breaks = source[1:] - source[:-1] != 1
+    breaks |= destination[1:] - destination[:-1] != 1
+    ends = np.flatnonzero(breaks)
+    starts = np.zeros(ends.size + 1, np.int32)
+    np.add(ends, 1, out=starts[1:], casting="unsafe")
+    lengths = np.empty_like(starts)
+    lengths[-1] = source.size - starts[-1]
+    np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
+    return source[starts], destination[starts], lengths
+
+
+def all_blocks(part: Part) -> tuple[BlockIndex, BlockIndex]:
+    """Every block of a checked part, in its order: of our grid, and of the peer's; both int32."""
+    source, destination, lengths = part.source_blocks, part.destination_blocks, part.lengths
+    count = part.count
+    if lengths is None or count == lengths.size:
+        return source, destination
+    steps = np.arange(count, dtype=np.int32)
+    if lengths.size == 1:
+        return source + steps, destination + steps
+    begins = np.cumsum(lengths, dtype=np.int32) - lengths
+    return np.repeat(source - begins, lengths) + steps, np.repeat(destination - begins, lengths) + steps
 
 
 def merged_runs(part: Part) -> Runs:
-    """Byte runs of a checked part, in its order; blocks adjacent on both sides are one run."""
-    source, destination = part.source_blocks, part.destination_blocks
+    """Byte runs of a checked part, in its order; without ``lengths`` they are found."""
     block_bytes = part.source.block_bytes
-    if not source.size or not part.source.stride_bytes == part.destination.stride_bytes == block_bytes:
-        # There is a gap behind each block.
-        lengths = np.full(source.size, block_bytes, np.int64)
+    if part.source.stride_bytes == part.destination.stride_bytes == block_bytes:
+        source, destination, lengths = part.source_blocks, part.destination_blocks, part.lengths
+        if lengths is None:
+            source, destination, lengths = runs_of(source, destination)
+        size_bytes = lengths * np.int64(block_bytes)
     else:
-        # On block numbers, before they become offsets: that is faster by far where runs are long.
-        breaks = source[1:] - source[:-1] != 1
-        breaks |= destination[1:] - destination[:-1] != 1
-        starts = np.flatnonzero(np.append(True, breaks)) if breaks.any() else _FIRST
-        lengths = np.append(starts[1:], source.size)
-        lengths -= starts
-        lengths *= block_bytes
-        source, destination = source[starts], destination[starts]
-    return Runs(
-        source.astype(np.int64) * part.source.stride_bytes + part.source.offset_bytes,
-        destination.astype(np.int64) * part.destination.stride_bytes + part.destination.offset_bytes,
-        lengths,
-    )
+        # There is a gap behind each block.
+        source, destination = all_blocks(part)
+        size_bytes = np.full(source.size, block_bytes, np.int64)
+    return Runs(_offsets(source, part.source), _offsets(destination, part.destination), size_bytes)
+
+
+def _offsets(blocks: BlockIndex, grid: Grid) -> NDArray[np.int64]:
+    """Where blocks begin in their region, in bytes."""
+    offsets = blocks * np.int64(grid.stride_bytes)
+    return offsets + grid.offset_bytes if grid.offset_bytes else offsets

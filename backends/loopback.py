@@ -32,7 +32,7 @@ from backends.base import (
     TransferError,
     fence_all,
 )
-from backends.descriptors import check_parts
+from backends.descriptors import all_blocks, check_parts
 from backends.faults import FaultScript
 from backends.loopback_memory import Endpoint, PeerRegion, RemoteRegion, map_regions, open_gate
 from backends.memory import check_region
@@ -62,7 +62,7 @@ class LoopbackTransfer(Transfer):
     def __init__(self, link: LoopbackLink, parts: Sequence[Part], fault: Fault | None) -> None:
         super().__init__()
         self._link = link
-        self._parts = list(parts)
+        self._parts = [(part.source, part.destination, *all_blocks(part)) for part in parts]
         self._fault = fault
         self._part = 0
         self._blocks_done = 0
@@ -125,13 +125,14 @@ class LoopbackTransfer(Transfer):
     def _copy(self, up_to_bytes: float) -> bool:
         """Copy the whole blocks that fit into ``up_to_bytes`` in all; true when none is left."""
         while self._part < len(self._parts):
-            part = self._parts[self._part]
-            block_bytes = part.source.block_bytes
-            left = part.source_blocks.size - self._blocks_done
+            source, destination, from_blocks, to_blocks = self._parts[self._part]
+            block_bytes = source.block_bytes
+            left = from_blocks.size - self._blocks_done
             fit = max(0.0, up_to_bytes - self._moved_bytes) // block_bytes
             step = int(min(left, max(1, _STEP_BYTES // block_bytes), fit))
             if step:
-                self._link.copy(part, slice(self._blocks_done, self._blocks_done + step))
+                blocks = slice(self._blocks_done, self._blocks_done + step)
+                self._link.copy(source, from_blocks[blocks], destination, to_blocks[blocks])
                 self._moved_bytes += step * block_bytes
                 self.progress = self._moved_bytes
                 self._blocks_done += step
@@ -214,16 +215,17 @@ class LoopbackLink(Link):
                 region.leave()
         return inside
 
-    def copy(self, part: Part, blocks: slice) -> None:
+    def copy(
+        self, source: Grid, source_blocks: BlockIndex, destination: Grid, destination_blocks: BlockIndex
+    ) -> None:
         """Copy some blocks of a checked part."""
-        source = _grid_view(self._local[part.source.region], part.source)
-        destination = _grid_view(self._remote[part.destination.region].memory, part.destination)
-        from_run = _as_slice(part.source_blocks[blocks])
-        to_run = _as_slice(part.destination_blocks[blocks])
+        ours = _grid_view(self._local[source.region], source)
+        theirs = _grid_view(self._remote[destination.region].memory, destination)
+        from_run, to_run = _as_slice(source_blocks), _as_slice(destination_blocks)
         if from_run is not None and to_run is not None:
-            destination[to_run] = source[from_run]
+            theirs[to_run] = ours[from_run]
         else:
-            destination[part.destination_blocks[blocks]] = source[part.source_blocks[blocks]]
+            theirs[destination_blocks] = ours[source_blocks]
 
     def _check_open(self) -> None:
         """Refuse a call after the fence."""

@@ -23,7 +23,7 @@ from backends.base import (
     Transfer,
     TransferError,
 )
-from backends.descriptors import check_parts
+from backends.descriptors import all_blocks, check_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -322,18 +322,13 @@ class NixlLink(Link):
 
 def _by_grids(parts: Sequence[Part]) -> dict[tuple[Grid, Grid], tuple[BlockIndex, BlockIndex]]:
     """Join parts with the same pair of grids: fewer requests, longer runs."""
-    if len(parts) == 1:
-        return {
-            (parts[0].source, parts[0].destination): (parts[0].source_blocks, parts[0].destination_blocks)
-        }
-    groups: dict[tuple[Grid, Grid], list[Part]] = {}
+    groups: dict[tuple[Grid, Grid], list[tuple[BlockIndex, BlockIndex]]] = {}
     for part in parts:
         if part.source_blocks.size:
-            groups.setdefault((part.source, part.destination), []).append(part)
+            groups.setdefault((part.source, part.destination), []).append(all_blocks(part))
     return {
-        grids: (
-            np.concatenate([part.source_blocks for part in group]),
-            np.concatenate([part.destination_blocks for part in group]),
-        )
+        grids: group[0]
+        if len(group) == 1
+        else (np.concatenate([ours for ours, _ in group]), np.concatenate([theirs for _, theirs in group]))
         for grids, group in groups.items()
     }

@@ -7,20 +7,22 @@ Theory of operation
     a whole page. Where they do not, it is the common heads of one row of a page, and the blocks are more,
     nothing else. Layers that are not common do not occur.
 
-    A move is one outer sum, planes by the blocks of its pages, on each side. It is made in rectangles,
-    each of which fits into one post; no Python loop runs over pages. Planes are the outer axis, because
-    pages that follow one another in memory do so within a plane.
+    Pages that follow one another on both sides are a run, and so are their blocks in each plane. A move
+    is one outer sum on each side, planes by runs. It is made in rectangles, each of which fits into one
+    post; no Python loop runs over pages, and where runs are long nothing here is as long as their lists.
+    Planes are the outer axis, because pages that follow one another in memory do so within a plane.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from backends.base import Part
+from backends.descriptors import runs_of
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import mismatches
 from coordinator.messages import PAGE_BYTES
@@ -36,6 +38,55 @@ if TYPE_CHECKING:
 
 _PAGE: Final = np.dtype("<i4")
 _PAGE_UNSIGNED: Final = np.dtype("<u4")
+#: Runs that are summed up at once: more than fit into one post where each has few, but all within a cache.
+_RUNS_AT_ONCE: Final = 16384
+#: Among so few it takes longer to look for runs than it saves: backends find those of short lists.
+_FEW_PAGES: Final = 64
+
+
+class Runs(NamedTuple):
+    """Blocks of a plane that follow one another on both sides.
+
+    Attributes:
+        source: int32, the first one of each run on our side.
+        destination: int32, the same on the peer's side.
+        lengths: int32, of each run; None: each is one block.
+        blocks: how many they are in all.
+
+    """
+
+    source: BlockIndex
+    destination: BlockIndex
+    lengths: BlockIndex | None
+    blocks: int
+
+
+def _columns(source: BlockIndex, destination: BlockIndex, rows: int, most: int) -> list[Runs]:
+    """Find the blocks that pages have in a plane, ``rows`` of each, in columns of at most ``most`` blocks.
+
+    The columns are equal, so that no post is left with a few blocks.
+    """
+    blocks = source.size * rows
+    if rows == 1 and blocks <= min(most, _FEW_PAGES):
+        return [Runs(source, destination, None, blocks)]
+    source, destination, lengths = (array * np.int32(rows) for array in runs_of(source, destination))
+    if blocks <= most:
+        return [Runs(source, destination, lengths, blocks)]
+    width = -(-blocks // -(-blocks // most))
+    # Cut the runs wherever a column begins: ``cuts`` is where, counted in blocks, each piece begins.
+    begins = np.cumsum(lengths) - lengths
+    edges = np.arange(0, blocks, width)
+    cuts = np.union1d(begins, edges)
+    run = np.searchsorted(begins, cuts, "right") - 1
+    within = (cuts - begins[run]).astype(np.int32)
+    source, destination = source[run] + within, destination[run] + within
+    ends = np.append(cuts[1:], blocks)
+    lengths = (ends - cuts).astype(np.int32)
+    firsts = [*np.searchsorted(cuts, edges).tolist(), cuts.size]
+    return [
+        Runs(source[a:b], destination[a:b], lengths[a:b], int(ends[b - 1] - cuts[a]))
+        for a, b in pairwise(firsts)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,27 +108,28 @@ class Strip:
     destination_planes: BlockIndex
     rows: int = 1
 
-    def parts(
-        self, source_pages: BlockIndex, destination_pages: BlockIndex, budget: Budget
-    ) -> Iterator[Part]:
-        """Yield all blocks of all pages, each part small enough for a post of its own."""
-        if not source_pages.size:
-            return
-        blocks = source_pages.size * self.rows
-        most = max(1, min(budget.post_blocks, budget.post_bytes // self.source.block_bytes))
-        # A plane that needs several parts is cut into equal ones, so that no post is left with a few blocks.
-        columns = -(-blocks // -(-blocks // most))
-        planes = max(1, most // columns)
-        for column in range(0, blocks, columns):
-            source_at = _blocks_of(source_pages, self.rows, column, column + columns)
-            destination_at = _blocks_of(destination_pages, self.rows, column, column + columns)
-            for plane in range(0, self.source_planes.size, planes):
-                yield Part(
-                    self.source,
-                    np.add.outer(self.source_planes[plane : plane + planes], source_at).reshape(-1),
-                    self.destination,
-                    np.add.outer(self.destination_planes[plane : plane + planes], destination_at).reshape(-1),
-                )
+    def most(self, budget: Budget) -> int:
+        """Blocks that fit into one post."""
+        return max(1, min(budget.post_blocks, budget.post_bytes // self.source.block_bytes))
+
+    def parts(self, column: Runs, most: int) -> Iterator[tuple[Part, int]]:
+        """Yield a column in all planes, in parts of at most ``most`` blocks, each with their number."""
+        planes = min(max(1, most // column.blocks), self.source_planes.size)
+        runs = planes * column.source.size
+        lengths = column.lengths
+        if lengths is not None and planes > 1:
+            lengths = np.tile(lengths, planes)
+        step = planes * max(1, _RUNS_AT_ONCE // runs)
+        for plane in range(0, self.source_planes.size, step):
+            source = np.add.outer(self.source_planes[plane : plane + step], column.source).reshape(-1)
+            destination = np.add.outer(
+                self.destination_planes[plane : plane + step], column.destination
+            ).reshape(-1)
+            for run in range(0, source.size, runs):
+                here, there = source[run : run + runs], destination[run : run + runs]
+                each = None if lengths is None else lengths[: here.size]
+                part = Part(self.source, here, self.destination, there, each)
+                yield part, here.size // column.source.size * column.blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,16 +173,31 @@ class Route:
         """Put parts together as long as they fit into one post."""
         post: list[Part] = []
         blocks = size_bytes = 0
-        for strip in self.strips:
-            for part in strip.parts(source_pages, destination_pages, budget):
-                blocks += part.source_blocks.size
-                size_bytes += part.size_bytes
+        for strip, column, most in self._columns(source_pages, destination_pages, budget):
+            for part, count in strip.parts(column, most):
+                part_bytes = count * part.source.block_bytes
+                blocks += count
+                size_bytes += part_bytes
                 if post and (blocks > budget.post_blocks or size_bytes > budget.post_bytes):
                     yield post
-                    post, blocks, size_bytes = [], part.source_blocks.size, part.size_bytes
+                    post, blocks, size_bytes = [], count, part_bytes
                 post.append(part)
         if post:
             yield post
+
+    def _columns(
+        self, source_pages: BlockIndex, destination_pages: BlockIndex, budget: Budget
+    ) -> Iterator[tuple[Strip, Runs, int]]:
+        """Yield the columns of each strip, with the most blocks of a part; most strips are alike in them."""
+        if not source_pages.size:
+            return
+        known: dict[tuple[int, int], list[Runs]] = {}
+        for strip in self.strips:
+            kind = strip.rows, strip.most(budget)
+            if kind not in known:
+                known[kind] = _columns(source_pages, destination_pages, *kind)
+            for column in known[kind]:
+                yield strip, column, kind[1]
 
 
 def route(source: RankPool, destination: RankPool) -> Route:
@@ -184,20 +251,6 @@ def _strips(piece: Slice, ours: Placed, theirs: Placed) -> Iterator[Strip]:
             theirs.firsts(there + start, end - start, rows),
             rows,
         )
-
-
-def _blocks_of(pages: BlockIndex, rows: int, start: int, end: int) -> BlockIndex:
-    """Blocks ``start`` to ``end`` of those that pages have within a plane, each ``rows`` of them.
-
-    Only these are made: all of them would be many times as large as the list of pages.
-    """
-    if rows == 1:
-        return pages[start:end]
-    first, last = start // rows, -(-end // rows)
-    blocks: BlockIndex = np.add.outer(
-        pages[first:last] * np.int32(rows), np.arange(rows, dtype=np.int32)
-    ).reshape(-1)
-    return blocks[start - first * rows : end - first * rows]
 
 
 def _unpack(packed: bytes, pages: int, side: str) -> BlockIndex:

@@ -135,6 +135,25 @@ def test_index_arrays_may_be_views(peer: Peer, make_memory: MakeMemory, make_sen
     assert np.array_equal(rows[destination_blocks], ours.bytes.reshape(-1, BLOCK_BYTES)[source_blocks])
 
 
+def test_runs_of_blocks(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
+    """Long and short ones in one part, without gaps and with them."""
+    ours = make_memory(MIB, seed=1)
+    link = make_sender(ours).connect("peer", peer.endpoint)
+    gapped = Grid(0, 0, BLOCK_BYTES // 2, BLOCK_BYTES, MIB // BLOCK_BYTES)
+    rows = ours.bytes.reshape(-1, BLOCK_BYTES)
+    for grid in (plain_grid(MIB), gapped):
+        peer.memory[0].bytes[:] = 0
+        expected = np.zeros_like(rows)
+        for source, destination, length in ((3, 100, 1), (10, 20, 60), (200, 0, 7)):
+            expected[destination : destination + length, : grid.block_bytes] = rows[
+                source : source + length, : grid.block_bytes
+            ]
+
+        until_done(link.write([Part(grid, blocks(3, 10, 200), grid, blocks(100, 20, 0), blocks(1, 60, 7))]))
+
+        assert np.array_equal(peer.memory[0].bytes[:MIB].reshape(-1, BLOCK_BYTES), expected)
+
+
 def test_a_thousand_small_writes(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
     """Several outstanding at a time; the last write to a block wins."""
     ours = make_memory(MIB, seed=1)
@@ -219,6 +238,11 @@ BAD_PARTS = {
     "uint32": Part(GRID, ONE, GRID, np.zeros(1, np.uint32)),
     "other byte order": Part(GRID, ONE, GRID, np.zeros(1, ">i4")),
     "two dimensions": Part(GRID, np.zeros((2, 2), np.int32), GRID, np.zeros((2, 2), np.int32)),
+    "a run beyond the grid": Part(GRID, blocks(0, 250), GRID, blocks(0, 249), blocks(5, 7)),
+    "a run of nothing": Part(GRID, ONE, GRID, ONE, blocks(0)),
+    "a run backwards": Part(GRID, blocks(4), GRID, blocks(4), blocks(-2)),
+    "a length too many": Part(GRID, ONE, GRID, ONE, blocks(1, 1)),
+    "int64 lengths": Part(GRID, ONE, GRID, ONE, np.ones(1, np.int64)),
     "a list": Part(GRID, [0], GRID, [0]),  # type: ignore[arg-type]
     "a float in a grid": Part(GRID, ONE, Grid(0, 0.5, 4096, 4096, 4), ONE),  # type: ignore[arg-type]
 }

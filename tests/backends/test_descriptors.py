@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.base import Grid, InvalidTransferError, Part
-from backends.descriptors import check_parts, merged_runs
+from backends.descriptors import all_blocks, check_parts, merged_runs, runs_of
 
 REGION_BYTES = 1000
 #: Of the regions, compared with where the destination grid ends.
@@ -80,6 +81,56 @@ def _check_one(
     else:
         assert wanted
         assert size_bytes == len(numbers) * source.block_bytes
+
+
+@settings(max_examples=500)
+@given(GRIDS, GRIDS, st.lists(st.tuples(*[st.integers(-2, 9)] * 3), max_size=3))
+def test_runs_are_accepted_as_their_blocks_are(
+    source: Grid, destination: Grid, runs: list[tuple[int, int, int]]
+) -> None:
+    """A run of no blocks, or of fewer, is always refused."""
+    columns = [int32([run[column] for run in runs]) for column in range(3)]
+    steps = [(one + step, other + step) for one, other, length in runs for step in range(length)]
+    one_by_one = int32([step[0] for step in steps]), int32([step[1] for step in steps])
+    wanted = accepted(Part(source, one_by_one[0], destination, one_by_one[1]))
+    part = Part(source, columns[0], destination, columns[1], columns[2])
+
+    assert accepted(part) == (wanted if all(run[2] > 0 for run in runs) else 0)
+    if accepted(part):
+        assert [blocks.tolist() for blocks in all_blocks(part)] == [blocks.tolist() for blocks in one_by_one]
+
+
+def accepted(part: Part) -> int:
+    """Size of a part that is accepted; 0: it is not."""
+    try:
+        return check_parts([part], [REGION_BYTES] * 2, [REGION_BYTES] * 2)
+    except InvalidTransferError:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("first", "length"), [(2**31 - 1, 2**31 - 1), (-1, 2**31 - 1), (-(2**31), 2**31 - 1), (1, -(2**31))]
+)
+def test_no_run_is_so_long_that_its_end_wraps_around(first: int, length: int) -> None:
+    grid = Grid(0, 0, 10, 10, 100)
+    for runs in ((first, 0), (0, first)):
+        assert not accepted(Part(grid, int32([runs[0]]), grid, int32([runs[1]]), int32([length])))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
+def test_blocks_and_their_runs_are_the_same(pairs: list[tuple[int, int]]) -> None:
+    blocks = int32([pair[0] for pair in pairs]), int32([pair[1] for pair in pairs])
+    grid = Grid(0, 0, 4, 4, 8)
+    source, destination, lengths = runs_of(*blocks)
+
+    again = all_blocks(Part(grid, source, grid, destination, lengths))
+
+    assert [array.dtype for array in (source, destination, lengths, *again)] == [np.dtype(np.int32)] * 5
+    assert [array.tolist() for array in again] == [array.tolist() for array in blocks]
+    runs = list(zip(source.tolist(), destination.tolist(), lengths.tolist(), strict=True))
+    assert not any((a[0] + a[2], a[1] + a[2]) == b[:2] for a, b in pairwise(runs)), (
+        "they are as few as can be"
+    )
 
 
 def test_the_message_names_part_side_and_values() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.descriptors import all_blocks
 from coordinator.events import Moved, Offered, Paired, Pairing, Sent, StartMove, State
 from coordinator.layout import Extra, Layout
 from coordinator.machine import HandoffMachine
@@ -59,7 +60,7 @@ def copy(posts: Iterable[list[Part]], source: NDArray[np.uint8], destination: ND
     for part in (part for post in posts for part in post):
         assert part.source.end_bytes <= source.size
         assert part.destination.end_bytes <= destination.size
-        for here, there in zip(part.source_blocks.tolist(), part.destination_blocks.tolist(), strict=True):
+        for here, there in zip(*(blocks.tolist() for blocks in all_blocks(part)), strict=True):
             assert 0 <= here < part.source.count
             assert 0 <= there < part.destination.count
             start = part.source.offset_bytes + here * part.source.stride_bytes

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from backends.base import InvalidTransferError
-from backends.descriptors import check_parts
+from backends.descriptors import all_blocks, check_parts
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import Extra, Layout
 from coordinator.worker.places import RankPool
@@ -89,7 +89,7 @@ def test_what_is_planned_lies_inside_both_pools(data: st.DataObject) -> None:
     for post in posts:
         assert check_parts(post, local_bytes, remote_bytes) > 0
         for part in post:
-            assert part.source_blocks.dtype == part.destination_blocks.dtype == np.int32
+            assert {blocks.dtype for blocks in all_blocks(part)} == {np.dtype(np.int32)}
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from backends.descriptors import all_blocks
 from coordinator.errors import LayoutError
 from coordinator.layout import Extra, Layout
 from coordinator.worker.places import RankPool
@@ -29,9 +30,7 @@ def copies(source: RankPool, destination: RankPool) -> set[tuple[int, int, int]]
             end = there.region * destination.region_bytes() + there.offset_bytes
             found |= {
                 (start + one * here.stride_bytes, end + other * there.stride_bytes, here.block_bytes)
-                for one, other in zip(
-                    part.source_blocks.tolist(), part.destination_blocks.tolist(), strict=True
-                )
+                for one, other in zip(*(blocks.tolist() for blocks in all_blocks(part)), strict=True)
             }
     return found
 

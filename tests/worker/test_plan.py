@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Grid
+from backends.descriptors import all_blocks, merged_runs
 from coordinator.errors import LayoutError, PoolError
 from coordinator.layout import Layout
 from coordinator.worker.places import RankPool
@@ -45,7 +47,7 @@ def apply(parts: Iterable[Part], source: NDArray[np.uint8], destination: NDArray
     """Copy as the contract of a backend says: block by block."""
     for part in parts:
         assert part.source.block_bytes == part.destination.block_bytes
-        for here, there in zip(part.source_blocks.tolist(), part.destination_blocks.tolist(), strict=True):
+        for here, there in zip(*(blocks.tolist() for blocks in all_blocks(part)), strict=True):
             assert 0 <= here < part.source.count
             assert 0 <= there < part.destination.count
             start = part.source.offset_bytes + here * part.source.stride_bytes
@@ -71,6 +73,16 @@ def by_hand(
 
 
 @st.composite
+def orders(draw: st.DrawFn, pages: int) -> list[int]:
+    """All pages, in runs as well as scattered."""
+    cuts = sorted({0, pages, *draw(st.lists(st.integers(0, pages), max_size=4))})
+    runs = [list(range(start, end)) for start, end in pairwise(cuts)]
+    if draw(st.booleans()):
+        return list(draw(st.permutations(range(pages))))
+    return [page for run in draw(st.permutations(runs)) for page in run]
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> tuple[RankPool, RankPool, list[tuple[int, int]], Budget]:
     layout = Layout(
         layers=draw(st.integers(1, 4)),
@@ -84,8 +96,8 @@ def cases(draw: st.DrawFn) -> tuple[RankPool, RankPool, list[tuple[int, int]], B
     here = draw(st.integers(1, 12))
     there = draw(st.integers(1, 12))
     most = min(here, there)
-    sources = draw(st.permutations(range(here)))[: draw(st.integers(0, most))]
-    destinations = draw(st.permutations(range(there)))[: len(sources)]
+    sources = draw(orders(here))[: draw(st.integers(0, most))]
+    destinations = draw(orders(there))[: len(sources)]
     budget = Budget(post_blocks=draw(st.integers(1, 30)), post_bytes=draw(st.integers(1, 2000)))
     return (
         RankPool(layout, world_size, 0, here),
@@ -115,11 +127,10 @@ def test_a_planned_move_puts_every_byte_where_the_reference_does(
         len(move) * ours.layout.planes * page_bytes
     )
     for post in posts:
-        blocks = sum(part.source_blocks.size for part in post)
+        blocks = sum(part.count for part in post)
         assert 1 <= blocks <= budget.post_blocks
         assert sum(part.size_bytes for part in post) <= max(budget.post_bytes, page_bytes)
-        assert all(part.source_blocks.dtype == np.int32 for part in post)
-        assert all(part.destination_blocks.dtype == np.int32 for part in post)
+        assert all(array.dtype == np.int32 for part in post for array in all_blocks(part))
 
 
 def test_posts_are_as_full_as_the_bounds_allow() -> None:
@@ -128,7 +139,7 @@ def test_posts_are_as_full_as_the_bounds_allow() -> None:
     )
 
     # Four planes of sixteen pages: two planes in each post.
-    assert [sum(part.source_blocks.size for part in post) for post in posts] == [32, 32]
+    assert [sum(part.count for part in post) for post in posts] == [32, 32]
 
 
 def test_a_row_longer_than_a_post_is_cut_evenly() -> None:
@@ -136,7 +147,7 @@ def test_a_row_longer_than_a_post_is_cut_evenly() -> None:
         route(SOURCE, DESTINATION).posts(packed(range(16)), packed(range(16)), replace_budget(post_blocks=15))
     )
 
-    assert {sum(part.source_blocks.size for part in post) for post in posts} == {8}
+    assert {sum(part.count for part in post) for post in posts} == {8}
 
 
 def test_strips_share_a_post_while_there_is_room() -> None:
@@ -160,10 +171,39 @@ def test_blocks_smaller_than_a_page_are_taken_page_by_page() -> None:
     ours, theirs = Grid(0, 0, 8, 8, 20), Grid(0, 8, 8, 16, 20)
     strip = Strip(ours, theirs, np.array([0, 10], np.int32), np.array([10, 0], np.int32), rows=2)
 
-    (part,) = strip.parts(np.array([0, 3], np.int32), np.array([4, 1], np.int32), ROOMY)
+    ((part,),) = Route((strip,), 5, 5).posts(packed([0, 3]), packed([4, 1]), ROOMY)
 
-    assert part.source_blocks.tolist() == [0, 1, 6, 7, 10, 11, 16, 17]
-    assert part.destination_blocks.tolist() == [18, 19, 12, 13, 8, 9, 2, 3]
+    source_blocks, destination_blocks = all_blocks(part)
+    assert source_blocks.tolist() == [0, 1, 6, 7, 10, 11, 16, 17]
+    assert destination_blocks.tolist() == [18, 19, 12, 13, 8, 9, 2, 3]
+
+
+def test_pages_that_follow_one_another_are_planned_as_runs() -> None:
+    """On both sides, that is; and as long as a post may be."""
+    ours, theirs = replace(SOURCE, pages=200), replace(DESTINATION, pages=200)
+    here, there = range(200), [*range(100, 200), *range(100)]
+    (post,) = route(ours, theirs).posts(packed(here), packed(there), ROOMY)
+    (part,) = post
+
+    assert part.lengths is not None
+    assert part.source_blocks.tolist() == [0, 100, 200, 300, 400, 500, 600, 700]
+    assert part.destination_blocks.tolist() == [100, 0, 300, 200, 500, 400, 700, 600]
+    assert part.lengths.tolist() == [100] * 8
+
+    posts = route(ours, theirs).posts(packed(here), packed(there), replace_budget(post_blocks=80))
+    parts = [part for post in posts for part in post]
+    # Columns of 67, 67 and 66 blocks, of which the second one is broken.
+    assert [part.source_blocks.tolist() for part in parts[::4]] == [[0], [67, 100], [134]]
+    assert [None if part.lengths is None else part.lengths.tolist() for part in parts[::4]] == [
+        [67], [33, 34], [66]
+    ]  # fmt: skip
+
+
+def test_few_pages_are_left_to_the_backend_to_merge() -> None:
+    """To look for runs would take longer than all the rest."""
+    (post,) = route(SOURCE, DESTINATION).posts(packed([4, 5, 6]), packed([1, 2, 3]), ROOMY)
+    assert [part.lengths for part in post] == [None]
+    assert [runs.tolist() for runs in merged_runs(post[0])[2:]] == [[3 * PAGE_BYTES] * 4]
 
 
 def test_a_move_without_pages_has_no_posts() -> None:
