@@ -32,7 +32,6 @@ from coordinator.layout import Layout, mismatches
 from coordinator.logs import get_logger
 from coordinator.messages import (
     EXTERNAL,
-    PAGE_BYTES,
     Cancel,
     Elsewhere,
     Extend,
@@ -48,6 +47,7 @@ from coordinator.messages import (
     Role,
     Send,
 )
+from coordinator.page_lists import bad_pages
 from coordinator.reasons import Failure, Reason
 from coordinator.slices import legs
 from coordinator.watch import Watch
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
 REMEMBERED: Final = 16384
 #: How many ended handoffs are kept with their whole story, for operators.
 RECENT: Final = 1024
-#: From here on, an unsigned 32-bit number is a negative one.
-SIGN: Final = 1 << 31
 
 #: Why a success that no rank of decode has heard is a failure to it.
 SIDE_DATA_LOST: Final = (
@@ -181,7 +179,7 @@ class Rooms:
         handoff = self._of(rank, item)
         if handoff is None:
             return None
-        problem = _bad_pages(item.pages, rank, handoff.machine.sent_pages(rank.number))
+        problem = bad_pages(item.pages, rank, handoff.machine.sent_pages(rank.number))
         if problem:
             return self._spoilt(handoff, rank, item, problem)
         return self._apply(handoff, rank, item, Sent(rank.number, item.pages, item.last, item.aux))
@@ -191,7 +189,7 @@ class Rooms:
         handoff = self._of(rank, item)
         if handoff is None:
             return None
-        problem = _bad_pages(item.pages, rank, 0)
+        problem = bad_pages(item.pages, rank, 0)
         if problem:
             return self._spoilt(handoff, rank, item, problem)
         return self._apply(handoff, rank, item, Offered(rank.number, item.pages, item.prefix_pages))
@@ -618,20 +616,3 @@ def _quieten(handoff: Handoff, move: int) -> None:
     """Both ends of a move are quiet."""
     for side in Role:
         handoff.apply(MoveQuiet(move, side))
-
-
-def _bad_pages(pages: bytes, rank: Rank, before: int) -> str | None:
-    """Say what is wrong with a page list of a rank that has sent ``before`` pages already."""
-    if len(pages) % PAGE_BYTES:
-        return f"{len(pages)} bytes are no list of int32 page numbers"
-    count, size = len(pages) // PAGE_BYTES, rank.hello.pool.pages
-    if before + count > size:
-        return f"{before + count} pages are more than the {size} of the pool of {rank.name}"
-    if not count:
-        return None
-    # As unsigned numbers, the negative ones are the largest: one pass over what may be 512K pages.
-    high = max(memoryview(pages).cast("I"))
-    if high >= size:
-        wrong = high if high < SIGN else high - 2 * SIGN
-        return f"page {wrong} is outside the pool of {rank.name}, which has pages 0 to {size - 1}"
-    return None

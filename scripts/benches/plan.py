@@ -9,6 +9,7 @@ tokens in pages of one.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from backends.descriptors import merged_runs
 from coordinator import presets
-from coordinator.client import DecodeRank, Endpoint, KVPool, Outcome, PrefillRank
+from coordinator.client import DecodeRank, Endpoint, Outcome, PrefillRank
 from coordinator.config import Config
 from coordinator.errors import NotReadyError
 from coordinator.layout import Layout
@@ -32,6 +33,7 @@ from scripts.benches.support.pool import lean_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
 
@@ -99,20 +101,24 @@ def _plan_ms(layout: Layout, tp: int, pages: Pages) -> float:
 async def _stall_ms(layers: int, page_tokens: int, pages: Pages, times: int) -> float:
     """The longest that a coordinator's loop stands still while such a handoff goes through it.
 
-    Its pages are as many, but small. Workers are processes of their own, as always.
+    Its pages are as many, but small. Workers and ranks are in processes of their own, as always: what they
+    do with the pages must not hold the coordinator's interpreter.
     """
     layout = Layout(layers, page_tokens, kv_heads=2, head_size=1, dtype="uint8")
-    world_size = 2
-    with ExitStack() as cleanup:
-        directory = cleanup.enter_context(TemporaryDirectory(prefix="kvc-"))
+    spawning = multiprocessing.get_context("spawn")
+    with TemporaryDirectory(prefix="kvc-") as directory:
         service = Service(_config(Path(directory)))
         await service.start()
+        line, other = spawning.Pipe()
+        ranks = spawning.Process(target=_ranks, args=(directory, layout, pages, other), daemon=True)
+        ranks.start()
         try:
-            ranks = await asyncio.to_thread(_join, directory, layout, world_size, pages.size, cleanup)
+            await asyncio.to_thread(_told, line, "ready")
             # The first one starts workers and links.
-            stalls_ms = [await _hand_over(ranks, room, pages) for room in range(1, times + 2)]
+            stalls_ms = [await _hand_over(line, room) for room in range(1, times + 2)]
         finally:
-            await asyncio.to_thread(cleanup.pop_all().close)
+            line.send(0)
+            await asyncio.to_thread(ranks.join, _PATIENCE_S)
             await service.stop()
     return min(stalls_ms[1:])
 
@@ -129,35 +135,10 @@ def _config(directory: Path) -> Config:
     )
 
 
-def _join(
-    directory: str, layout: Layout, world_size: int, pages: int, cleanup: ExitStack
-) -> list[PrefillRank | DecodeRank]:
-    """Connect two engines to the coordinator; returns when all ranks are ready."""
-    address = f"ipc://{directory}/control"
-    ranks: list[PrefillRank | DecodeRank] = []
-    for number in range(world_size):
-        pools: list[KVPool] = [cleanup.enter_context(lean_pool(layout, pages, world_size)) for _ in range(2)]
-        endpoint = cleanup.enter_context(Endpoint(pools[1], "loopback"))
-        ranks += [
-            cleanup.enter_context(
-                PrefillRank.connect(
-                    address, group="prefill", rank=number, world_size=world_size, pool=pools[0]
-                )
-            ),
-            cleanup.enter_context(
-                DecodeRank.connect(
-                    address, group="decode", rank=number, world_size=world_size, endpoint=endpoint
-                )
-            ),
-        ]
-    for rank in ranks:
-        rank.wait_ready(_PATIENCE_S)
-    return ranks
-
-
-async def _hand_over(ranks: Sequence[PrefillRank | DecodeRank], room: int, pages: Pages) -> float:
+async def _hand_over(line: Connection, room: int) -> float:
     """Hand a room over; the longest time by which a tick of the loop was late meanwhile, in milliseconds."""
-    handing = asyncio.create_task(asyncio.to_thread(_all_say, ranks, room, pages))
+    line.send(room)
+    handing = asyncio.create_task(asyncio.to_thread(_told, line, "over"))
     worst_s = 0.0
     while not handing.done():
         due_s = time.monotonic() + _TICK_S
@@ -165,6 +146,49 @@ async def _hand_over(ranks: Sequence[PrefillRank | DecodeRank], room: int, pages
         worst_s = max(worst_s, time.monotonic() - due_s)
     await handing
     return 1e3 * worst_s
+
+
+def _told(line: Connection, what: str) -> None:
+    """Wait until the ranks' process says this.
+
+    Raises:
+        NotReadyError: it says something else, or nothing.
+
+    """
+    heard = line.recv() if line.poll(_PATIENCE_S) else "nothing"
+    if heard != what:
+        message = f"the ranks were to say {what!r}, they said {heard}"
+        raise NotReadyError(message)
+
+
+def _ranks(directory: str, layout: Layout, pages: Pages, line: Connection) -> None:
+    """Be two engines of two ranks; hand over each room that is named on ``line``, until it is 0."""
+    address, world_size = f"ipc://{directory}/control", 2
+    with ExitStack() as cleanup:
+        ranks: list[PrefillRank | DecodeRank] = []
+        for number in range(world_size):
+            pools = [cleanup.enter_context(lean_pool(layout, pages.size, world_size)) for _ in range(2)]
+            endpoint = cleanup.enter_context(Endpoint(pools[1], "loopback"))
+            ranks.append(
+                cleanup.enter_context(
+                    PrefillRank.connect(
+                        address, group="prefill", rank=number, world_size=world_size, pool=pools[0]
+                    )
+                )
+            )
+            ranks.append(
+                cleanup.enter_context(
+                    DecodeRank.connect(
+                        address, group="decode", rank=number, world_size=world_size, endpoint=endpoint
+                    )
+                )
+            )
+        for rank in ranks:
+            rank.wait_ready(_PATIENCE_S)
+        line.send("ready")
+        while room := line.recv():
+            _all_say(ranks, room, pages)
+            line.send("over")
 
 
 def _all_say(ranks: Sequence[PrefillRank | DecodeRank], room: int, pages: Pages) -> None:
