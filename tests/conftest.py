@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Say how long to look for trouble."""
     parser.addoption("--chaos-seeds", type=int, default=50, metavar="N", help="storms of tests/faults")
+    parser.addoption("--vllm", action="store_true", help="the tests with real vLLM engines, and no others")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests that start vLLM out, or all others."""
+    wanted = config.getoption("--vllm")
+    chosen = [item for item in items if (item.get_closest_marker("vllm") is not None) is wanted]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is left out, and how to get it."""
+    if config.getoption("--vllm"):
+        return "only the tests with real vLLM engines are run"
+    return "the tests with real vLLM engines are left out, which take long; --vllm runs them"
 
 
 def pytest_configure() -> None:
