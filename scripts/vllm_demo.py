@@ -96,8 +96,7 @@ def run(demo: Demo, count: int) -> bool:
     subprocess.run([sys.executable, str(program), str(demo.model)], check=True)  # noqa: S603 - our own program
     prompts = [prompt(seed, max(1, LONGEST * seed // max(1, count - 1))) for seed in range(count)]
     expected = demo.expected(prompts)
-    coordinator = Coordinator(demo.place)
-    demo.stack.callback(coordinator.close)
+    coordinator = demo.stack.enter_context(Coordinator(demo.place))
     began_s = time.monotonic()
     prefill = demo.engine("kv_producer", coordinator.address)
     decode = demo.engine("kv_consumer", coordinator.address)

@@ -151,9 +151,16 @@ class Coordinator:
             self.log, {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
-    def close(self) -> None:
-        """End it."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._group.end()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._group.signal(signal.SIGKILL)
+        self._group.process.wait()
 
     def get(self, path: str) -> Any:
         """Ask it."""

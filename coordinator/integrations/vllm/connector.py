@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -75,6 +75,12 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         if role is KVConnectorRole.SCHEDULER:
             half = PrefillHalf if self._sends else DecodeHalf
             self._scheduler = half(self._settings, self._cache.block_tokens)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Say no: the KV cache would move, while others write into it."""
+        del kv_transfer_config
+        return False
 
     # --- the scheduler's half ----------------------------------------------------------------
 
