@@ -42,7 +42,7 @@ class Channel:
     def start(self) -> None:
         """Begin to read."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._wake)
+        self._loop.add_reader(self._fd, self._drain)
         self._wake()
 
     def send(self, frames: list[bytes]) -> bool:

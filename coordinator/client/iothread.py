@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from coordinator.client.lives import Lives
     from coordinator.client.proof import Proof
     from coordinator.client.settings import ClientSettings
-    from coordinator.messages import Event, Item, Refused
+    from coordinator.messages import Broadcast, Event, Item, Refused, ToRank
 
 #: Batches of items sent before it is looked what has arrived.
 _BATCHES: Final = 16
@@ -69,8 +69,7 @@ class IoThread:
         """
         keys = load_keys(settings)
         self.lives = lives
-        # As a condition it tells the engine's threads of every change.
-        self._lock = threading.Condition(threading.Lock())
+        self._make_lock()
         self._wake = Doorbell()
         self._bell: Doorbell | None = None
         self._sleeping = False
@@ -97,7 +96,7 @@ class IoThread:
 
     def say(self, item: Item, size_bytes: int, inbox: Inbox) -> None:
         """Queue an item; see ``Lives.say``."""
-        with self._lock:
+        with self._mutex:
             self.lives.say(item, size_bytes, inbox)
         # Who is not joined has nothing to do with it yet, and will look when it is.
         if self._sleeping and self.lives.conversation.joined:
@@ -106,7 +105,7 @@ class IoThread:
 
     def head(self) -> bytes:
         """Return the token for the next step; see ``Lives.head``."""
-        with self._lock:
+        with self._mutex:
             return self.lives.head()
 
     def head_if(self, state: RankState) -> bytes | None:
@@ -195,7 +194,7 @@ class IoThread:
     def abandon(self) -> None:
         """In a forked child: the threads and their sockets have stayed with the parent."""
         self._hosting = None
-        self._lock = threading.Condition(threading.Lock())
+        self._make_lock()
         talk = self.lives.conversation
         message = f"{talk.standing.name} was connected before this process was forked: connect anew"
         talk.fail(RankState.CLOSED, ClosedError(message))
@@ -216,20 +215,14 @@ class IoThread:
     def _loop(self) -> None:
         standing = self.lives.conversation.standing
         while not self._stopping and standing.fault is None:
-            with self._lock:
-                had_news = self.lives.conversation.news
-                self.lives.tick(time.monotonic())
-                if self.lives.conversation.news and not had_news:
-                    self._tell_engine()
+            self._hear(*self._lines.receive())
             if self._prover.work(self._lock):
                 with self._lock:
                     self._tell_engine()
             self._follow()
-            self._send()
-            self._sleep()
-            self._receive()
+            self._sleep(self._speak())
         if standing.fault is None:
-            self._send()
+            self._speak()
             self._lines.transmit(encode(Bye()))
 
     def _die(self, error: Exception) -> None:
@@ -258,27 +251,44 @@ class IoThread:
             with self._lock:
                 talk.unblocked()
 
-    def _send(self) -> None:
-        """Send what is due; not for ever, however fast the engine speaks."""
+    def _hear(self, broadcasts: Sequence[Broadcast], messages: Sequence[ToRank]) -> None:
+        """Take what has arrived, and judge what did not happen in time."""
+        lives, now_s = self.lives, time.monotonic()
+        with self._mutex:
+            had_news = lives.conversation.news
+            # What is of a former conversation is over.
+            heard = bool(broadcasts or messages) and lives.conversation is self._lines.talk
+            if heard:
+                for broadcast in broadcasts:
+                    lives.hear_broadcast(broadcast, now_s)
+                for message in messages:
+                    lives.hear(message, now_s)
+            lives.tick(now_s)
+            if heard or (lives.conversation.news and not had_news):
+                self._tell_engine()
+
+    def _speak(self) -> float:
+        """Send what is due; returns when there will be more to do."""
         talk = self._lines.talk
+        # Not for ever, however fast the engine speaks.
         for _ in range(_BATCHES):
-            with self._lock:
+            with self._mutex:
                 # Not over the lines of a former conversation, nor before all is prepared for the next.
                 may_speak = self.lives.conversation is talk and not self._prover.prepares
                 message = self.lives.next_message(time.monotonic()) if may_speak else None
-            if message is None:
-                return
+                if message is None:
+                    # From here on a caller wakes us. Whoever came before has left its item in the outbox.
+                    self._sleeping = True
+                    return self._due_s()
             if not self._lines.transmit(encode(message)):
-                with self._lock:
+                with self._mutex:
                     talk.blocked(time.monotonic())
                     self._tell_engine()
-                return
+        return 0.0
 
-    def _sleep(self) -> None:
+    def _sleep(self, due_s: float) -> None:
         """Wait for a message, for something to say, or for the time to say it."""
-        # From here on a caller wakes us. Whoever came before that has left its item in the outbox.
-        self._sleeping = True
-        left_s = 0.0 if self._stopping else min(max(0.0, self._due_s() - time.monotonic()), _MAX_SLEEP_S)
+        left_s = 0.0 if self._stopping else min(max(0.0, due_s - time.monotonic()), _MAX_SLEEP_S)
         ready = self._lines.wait(left_s)
         self._sleeping = False
         if ready.rang:
@@ -288,27 +298,18 @@ class IoThread:
                 self._lines.talk.unblocked()
 
     def _due_s(self) -> float:
-        with self._lock:
-            if self.lives.conversation is not self._lines.talk:
-                return 0.0
-            if self._prover.prepares:
-                return self._prover.due_s
-            return min(self.lives.due_s(), self._prover.due_s)
+        """When there will be something to do, if nobody wakes us; the lock is held."""
+        if self.lives.conversation is not self._lines.talk:
+            return 0.0
+        if self._prover.prepares:
+            return self._prover.due_s
+        return min(self.lives.due_s(), self._prover.due_s)
 
-    def _receive(self) -> None:
-        """Take what has arrived."""
-        broadcasts, messages = self._lines.receive()
-        if not broadcasts and not messages:
-            return
-        now_s = time.monotonic()
-        with self._lock:
-            if self.lives.conversation is not self._lines.talk:
-                return  # It is over.
-            for broadcast in broadcasts:
-                self.lives.hear_broadcast(broadcast, now_s)
-            for message in messages:
-                self.lives.hear(message, now_s)
-            self._tell_engine()
+    def _make_lock(self) -> None:
+        # The same lock twice: as a condition it tells the engine's threads of every change. To take it by
+        # itself costs half.
+        self._mutex = threading.Lock()
+        self._lock = threading.Condition(self._mutex)
 
     def _tell_engine(self) -> None:
         """Wake who waits for a change; the lock is held."""

@@ -131,6 +131,8 @@ class Lines:
 
     def receive(self) -> tuple[list[Broadcast], list[ToRank]]:
         """Take what had arrived when the last wait ended, and what has come since."""
+        if not self._readable:
+            return [], []
         broadcasts: list[Broadcast] = []
         messages: list[ToRank] = []
         # Broadcasts first: what the coordinator says to us alone is about a later moment, if any.
