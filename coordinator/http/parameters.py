@@ -46,7 +46,7 @@ def whole(least: int, most: int, default: int | None = None) -> Parameter:
     """Return a parameter that is a whole number in a range."""
 
     def read(text: str) -> int:
-        value = int(text)
+        value = int(text) if text.isascii() and text.isdigit() else -1
         if not least <= value <= most:
             raise ValueError
         return value

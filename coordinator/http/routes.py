@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +29,8 @@ SECRET: Final = "(secret)"  # noqa: S105 - the opposite of one
 JSON: Final = "application/json"
 JSON_LINES: Final = "application/x-ndjson"
 EVENTS: Final = "text/event-stream"
+#: How long the body of a request may take.
+BODY_S: Final = 10.0
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -93,7 +96,8 @@ TABLE: Final = (
           answers.Story | answers.Ended, statuses={404: "nothing is known of this room"}),
     Route("POST", "/v1/handoffs/{room}/cancel", "cancel",
           "Fail the handoff of a room: cancelled_by_operator. Its pages come back when they are quiet.",
-          answers.Story, statuses={404: "nothing is known of this room", 409: "it has ended already"},
+          answers.Story, statuses={404: "nothing is known of this room", 408: "the body does not come",
+                              409: "it has ended already", 413: "the body is too large"},
           changes=True, body=WhyCancelled),
     Route("GET", "/v1/groups", "groups", "The engines and their ranks.", answers.Groups),
     Route("GET", "/v1/peers", "peers", "The links from workers to decode ranks.", answers.Peers),
@@ -170,7 +174,7 @@ class Routes:
     async def _cancel(self, request: web.Request) -> web.Response:
         query(request, {})
         room = parameters.room(request)
-        body = await request.read()
+        body = await _body(request)
         try:
             why = msgspec.json.decode(body, type=WhyCancelled).why if body else ""
         except msgspec.DecodeError as error:
@@ -246,6 +250,20 @@ class Routes:
 
 
 _QUERIES: Final = {route.handler: route.query for route in TABLE}
+
+
+async def _body(request: web.Request) -> bytes:
+    """Return the body, which must come soon.
+
+    Raises:
+        HTTPRequestTimeout: it does not.
+
+    """
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout from error
 
 
 def reply(answer: object, status: int = 200) -> web.Response:

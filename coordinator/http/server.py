@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from importlib import resources
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,7 @@ from coordinator.errors import ConfigError
 from coordinator.exposition import Exposition
 from coordinator.http import openapi
 from coordinator.http.answers import Problem
+from coordinator.http.connections import IDLE_S, Connections, give_up_dead_hosts, protocol_log
 from coordinator.http.parameters import BadRequestError
 from coordinator.http.routes import TABLE, Routes, reply
 from coordinator.http.views import Views
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES: Final = 64 << 10
+#: An idle connection is closed in good order after this share of its time.
+KEPT_ALIVE: Final = 0.8
 #: How long answers that are being given may take when the coordinator ends.
 FAREWELL_S: Final = 0.5
 MIN_TOKEN: Final = 16
@@ -65,6 +69,8 @@ class HttpServer:
         self._overview = overview
         self._routes = Routes(Views(overview), actions, Exposition(overview), openapi.describe())
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: Connections
 
     async def start(self) -> None:
         """Listen.
@@ -78,31 +84,51 @@ class HttpServer:
             app.router.add_route(route.method, route.path, self._routes.handler(route))
         _add_page(app)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=FAREWELL_S, handler_cancellation=True
+            app,
+            access_log=None,
+            logger=protocol_log,
+            handle_signals=False,
+            shutdown_timeout=FAREWELL_S,
+            handler_cancellation=True,
+            keepalive_timeout=KEPT_ALIVE * IDLE_S,
         )
         await self._runner.setup()
-        host = self._address.host.strip("[]")
-        site = web.TCPSite(self._runner, None if host == "*" else host, self._address.port)
+        assert self._runner.server is not None  # noqa: S101 - it was set up
+        self._connections = Connections(self._runner.server)
         try:
-            await site.start()
+            self._server = await self._listen()
         except OSError as error:
             text = f"{self._address.host}:{self._address.port}"
             problem = f"http.address: cannot listen on {text}: {error.strerror or error}"
             await self._runner.cleanup()
             raise ConfigError([problem]) from error
-        port = self._runner.addresses[0][1]
+        port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://{self._address.host}:{port}"
         _log.info("http.ready", url=self.url, token=bool(self._token))
+
+    async def _listen(self) -> asyncio.Server:
+        host = self._address.host.strip("[]")
+        server = await asyncio.get_running_loop().create_server(
+            self._connections, None if host == "*" else host, self._address.port
+        )
+        give_up_dead_hosts(server)
+        return server
 
     async def stop(self) -> None:
         """Stop listening, and end the followers."""
         self._routes.streams.close()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and turn every error into an answer."""
+        with self._connections.serving(request):
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             refused = self._refused(request)
             return refused if refused is not None else await handler(request)
@@ -135,16 +161,24 @@ class HttpServer:
         if request.method in {"GET", "HEAD"}:
             return None
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
-            return reply(Problem(error=f"a page of {origin} must not change anything here"), 403)
-        if self._token and not hmac.compare_digest(_bearer(request).encode(), self._token.encode()):
+        if origin is not None and _host_of(origin) != request.host:
+            return reply(Problem(error=f"a page of {origin!r} must not change anything here"), 403)
+        if self._token and not hmac.compare_digest(_bearer(request), self._token.encode()):
             return reply(Problem(error="needs the token: Authorization: Bearer TOKEN"), 401)
         return None
 
 
-def _bearer(request: web.Request) -> str:
+def _bearer(request: web.Request) -> bytes:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    # A header may hold any bytes.
+    return token.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _token(config: Http) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import web
 
 from coordinator import logs
+from coordinator.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +23,12 @@ _BATCH: Final = 200
 _GATHER_S: Final = 0.05
 #: A line of comment that shows both ends that the other one is there.
 _PING_S: Final = 10.0
+#: How long a reader may take nothing at all.
+STALLED_S: Final = 60.0
 #: What a reader that does not read may take of our memory, beside its queue; then writing waits.
 _BUFFER_BYTES: Final = 256 << 10
+
+_log = get_logger()
 
 
 class Streams:
@@ -66,19 +71,34 @@ class Streams:
             await response.prepare(request)
             if request.transport is not None:
                 request.transport.set_write_buffer_limits(_BUFFER_BYTES)
-            await response.write(b": the log follows\n\n" + _events(logs.last_lines(backlog, wanted)))
+            await _write(response, b": the log follows\n\n" + _events(logs.last_lines(backlog, wanted)))
             while not self._closed:
                 await follower.wait(_PING_S)
                 lines, dropped = follower.take(_BATCH)
                 told = b'event: dropped\ndata: {"lines":%d}\n\n' % dropped if dropped else b""
-                await response.write(told + _events(lines) or b": still here\n\n")
+                await _write(response, told + _events(lines) or b": still here\n\n")
                 await asyncio.sleep(_GATHER_S)
         except ConnectionError:
             pass  # the reader is gone
+        except TimeoutError:
+            _log.info("http.follower_stalled", stalled_s=STALLED_S)
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             logs.unfollow(follower)
             self._followers.discard(follower)
         return response
+
+
+async def _write(response: web.StreamResponse, text: bytes) -> None:
+    """Write, and wait until the reader has taken so much that there is room for more.
+
+    Raises:
+        TimeoutError: it takes nothing.
+
+    """
+    async with asyncio.timeout(STALLED_S):
+        await response.write(text)
 
 
 def _events(lines: list[bytes]) -> bytes:
