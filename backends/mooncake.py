@@ -78,7 +78,7 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
-    device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_,.-]*$")] = ""
+    device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_,.-]*\Z")] = ""
     peer_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 15.0
     connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
 

@@ -85,8 +85,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
 
     """
 
-    transports: Annotated[str, Meta(pattern=r"^\^?[A-Za-z0-9_,:]*$")] = ""
-    devices: Annotated[str, Meta(pattern=r"^\^?[A-Za-z0-9_,:.-]*$")] = ""
+    transports: Annotated[str, Meta(pattern=r"^\^?[A-Za-z0-9_,:]*\Z")] = ""
+    devices: Annotated[str, Meta(pattern=r"^\^?[A-Za-z0-9_,:.-]*\Z")] = ""
     tcp_user_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     progress_delay_us: Annotated[int, Meta(ge=100, le=1_000_000)] = 1000
     connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0

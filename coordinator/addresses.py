@@ -10,7 +10,7 @@ from typing import Final
 #: A socket's path must fit into ``sockaddr_un`` with a closing zero.
 MAX_IPC_BYTES: Final = 107
 _MAX_PORT: Final = 65535
-_TCP: Final = re.compile(r"^(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+|\*):(?P<port>[0-9]{1,5})$")
+_TCP: Final = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+|\*):(?P<port>[0-9]{1,5})")
 _WILDCARDS: Final = {"*", "0.0.0.0", "[::]"}  # noqa: S104 - recognised here, bound nowhere
 
 
@@ -60,7 +60,7 @@ def split(text: str) -> Address:
         raise ValueError(message)
     if transport == "ipc":
         return Address("ipc", path=_checked_path(text, rest))
-    match = _TCP.match(rest)
+    match = _TCP.fullmatch(rest)
     if match is None or int(match["port"]) > _MAX_PORT:
         message = (
             f"{text!r}, must be tcp://host:port with a port from 0 to {_MAX_PORT}; "

@@ -84,7 +84,7 @@ class WorkerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     control: Annotated[str, Meta(min_length=1, max_length=4096)]
-    token: Annotated[str, Meta(pattern=r"^([0-9a-f]{2}){16,64}$")]
+    token: Annotated[str, Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
     label: Name
     backend: Annotated[str, Meta(min_length=1, max_length=128)]
     options: dict[str, object]

@@ -90,6 +90,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ({"protocol": "udp"}, "protocol"),
         ({"protocol": "etcd"}, "protocol"),
         ({"protocol": "rdma", "device": "mlx5_0; rm"}, "device"),
+        ({"protocol": "rdma", "device": "mlx5_0\n"}, "device"),
         ({"device": "mlx5_0"}, "device"),
         ({"peer_timeout_s": 0}, "peer_timeout_s"),
         ({"connect_timeout_s": float("nan")}, "connect_timeout_s"),

@@ -78,6 +78,8 @@ def changed(endpoint: bytes, **fields: Any) -> bytes:  # noqa: ANN401 - any fiel
         ({"transports": "tcp; rm -rf"}, "transports"),
         ({"transports": ["tcp"]}, "transports"),
         ({"devices": "eth0\nUCX_TLS=all"}, "devices"),
+        ({"devices": "eth0\n"}, "devices"),
+        ({"transports": "tcp\n"}, "transports"),
         ({"tcp_user_timeout_s": -1}, "tcp_user_timeout_s"),
         ({"progress_delay_us": 0}, "progress_delay_us"),
         ({"connect_timeout_s": 0}, "connect_timeout_s"),

@@ -21,7 +21,9 @@ def test_an_address_is_taken_apart(text: str, address: Address) -> None:
     assert split(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "tcp:/x:1", "udp://a:1", "tcp://a b:1", "tcp://a:-1", "ipc:///a\0b"])
+@pytest.mark.parametrize(
+    "text", ["", "tcp:/x:1", "udp://a:1", "tcp://a b:1", "tcp://a:-1", "tcp://a:1\n", "ipc:///a\0b"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         split(text)

@@ -47,6 +47,10 @@ def listen(control: str, outcomes: str, more: str = "") -> str:
             "[rank]\nheartbeat_s = 6",
             "rank.lost_after_s: is 15, must be at least 3 times rank.heartbeat_s (6)",
         ),
+        (
+            "[release]\nunproven_s = 4",
+            "release.unproven_s: is 4, must be at least release.settle_s (5)",
+        ),
         ("[rank]\nreattach_s = 0.5", "rank.reattach_s: is 0.5, must be at least rank.heartbeat_s (1)"),
         ("[handoff]\noffer_ttl_s = 9", "handoff.offer_ttl_s: is 9, must be at least rank.reattach_s (10)"),
         (

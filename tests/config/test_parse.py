@@ -68,7 +68,7 @@ def test_local_toml_is_the_built_in_default() -> None:
 
 def test_local_toml_names_every_key() -> None:
     text = (CONFIGS / "local.toml").read_text()
-    for key in ("quarantine_bytes", "token_file", "file"):
+    for key in ("unproven_s", "quarantine_bytes", "token_file", "file"):
         assert f"# {key} =" in text
         text = text.replace(f"# {key} =", f"{key} =")
     said = tomllib.loads(text)
@@ -139,6 +139,20 @@ def test_every_shipped_configuration_can_be_used(path: Path) -> None:
             "listen.control[0]: is 3, must be a list of one to 16 addresses in quotes",
         ),
         (
+            '[release]\nunproven_s = "never"',
+            (
+                'release.unproven_s: is "never", must be a number of seconds over 0, at most 604800 '
+                "(a week); left out: never"
+            ),
+        ),
+        (
+            "[release]\nquarantine_bytes = 0",
+            (
+                "release.quarantine_bytes: is 0, must be a whole number of bytes, at least 1; "
+                "left out: a tenth of the pools"
+            ),
+        ),
+        (
             '[service]\nname = "a b"',
             'service.name: is "a b", must be a name in quotes, of 1 to 128 letters, digits and . _ : -',
         ),
@@ -159,6 +173,28 @@ def test_no_bound_can_be_absent_in_disguise(key: str, value: str) -> None:
     line = problem(f"[{table}]\n{name} = {value}")
     assert line.startswith(f"{key}: is ")
     assert "must be a number of seconds over 0" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("service.name", "here"),
+        ("listen.advertise", "node-7"),
+        ("http.address", "127.0.0.1:7780"),
+        ("http.token", "0123456789abcdef"),
+        ("backend.name", "loopback"),
+    ],
+)
+def test_a_line_break_at_the_end_is_part_of_a_value(key: str, value: str) -> None:
+    """It comes from a file that was pasted in; some patterns would let it pass."""
+    table, name = key.split(".")
+    parse(f'[{table}]\n{name} = "{value}"')
+    assert problem(f'[{table}]\n{name} = "{value}\\n"').startswith(f"{key}: ")
+
+
+def test_a_line_break_at_the_end_makes_no_address() -> None:
+    line = problem('[listen]\ncontrol = ["tcp://127.0.0.1:1\\n"]\noutcomes = ["tcp://127.0.0.1:2"]')
+    assert line.startswith("listen.control[0]: is ")
 
 
 def test_all_mistakes_are_told_at_once() -> None:
