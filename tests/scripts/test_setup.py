@@ -274,3 +274,39 @@ def test_missing_debian_packages_are_named_to_who_may_not_install_them(tree: Tre
     )
     assert done.returncode == 2
     assert done.stderr == "These Debian packages are needed; please install them: libmissing1 libmissing2\n"
+
+
+def ci(tree: Tree, sglang_env: str, bound_s: str) -> subprocess.CompletedProcess[str]:
+    """Run what CI runs, with scripts of which all but one are content."""
+    for name, code in (("check", "echo checked"), ("test", "echo tested"), ("sglang-env", sglang_env)):
+        (tree.directory / "scripts" / name).write_text(f"#!/bin/sh\n{code}\n")
+    shutil.copytree(ROOT / ".ci", tree.directory / ".ci")
+    return subprocess.run(
+        [tree.directory / ".ci" / "run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+        env={"PATH": os.environ["PATH"], "KV_COORDINATOR_SGLANG_S": bound_s},
+    )
+
+
+def test_ci_makes_the_environment_of_sglang_and_does_not_speak_of_it(tree: Tree) -> None:
+    done = ci(tree, "echo /some/python; echo Installing >&2", "30")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "checked\ntested\n", "")
+
+
+@pytest.mark.parametrize(
+    ("sglang_env", "why"),
+    [("echo Installing >&2; sleep 60", "Installing"), ("echo no; echo 'No pip.' >&2; exit 2", "No pip.")],
+)
+def test_ci_goes_on_where_sglang_cannot_be_had_and_says_so_in_a_line(
+    tree: Tree, sglang_env: str, why: str
+) -> None:
+    done = ci(tree, sglang_env, "1")
+    assert done.returncode == 0, done.stderr
+    checked, told, tested = done.stdout.splitlines()
+    assert (checked, tested) == ("checked", "tested")
+    assert told == (
+        "The tests against the real SGLang are skipped, for its environment cannot be made in time: " + why
+    )
