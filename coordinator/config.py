@@ -150,13 +150,18 @@ class ReleaseBounds(Section):
     """``[release]``: when the pages of a failed handoff are quiet.
 
     ``quarantine_bytes`` left out means a tenth of the pools that are sent from. ``unproven_s`` is for
-    engines that move the pages by themselves.
+    engines that move the pages by themselves; left out, their pages are held until they are proven quiet.
     """
 
     settle_s: Pause = 5.0
     drain_s: Pause = 2.0
-    unproven_s: Seconds = 120.0
-    quarantine_bytes: Bytes | None = None
+    unproven_s: Annotated[
+        Seconds | None,
+        Field(description="a number of seconds over 0, at most 604800 (a week); left out: never"),
+    ] = None
+    quarantine_bytes: Annotated[
+        Bytes | None, Field(description="a whole number of bytes, at least 1; left out: a tenth of the pools")
+    ] = None
 
 
 class Limits(Section):

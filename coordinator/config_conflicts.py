@@ -37,7 +37,7 @@ def _problem(text: str, key: str, *others: str) -> Problem:
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
-    handoff, rank = config.handoff, config.rank
+    handoff, rank, release = config.handoff, config.rank, config.release
     if handoff.deadline_s > handoff.hard_cap_s:
         yield _problem(
             f"is {handoff.deadline_s:g}, must not be over handoff.hard_cap_s ({handoff.hard_cap_s:g})",
@@ -50,6 +50,13 @@ def _bounds(config: Config) -> Iterator[Problem]:
             f"({rank.heartbeat_s:g}): a rank is not dead because one heartbeat is late",
             "rank.lost_after_s",
             "rank.heartbeat_s",
+        )
+    if release.unproven_s is not None and release.unproven_s < release.settle_s:
+        yield _problem(
+            f"is {release.unproven_s:g}, must be at least release.settle_s ({release.settle_s:g}): so long "
+            "it is waited for in any case",
+            "release.unproven_s",
+            "release.settle_s",
         )
     if rank.reattach_s < rank.heartbeat_s:
         yield _problem(

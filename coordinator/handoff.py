@@ -78,6 +78,7 @@ class Handoff:
         flights: its moves that are under way or not quiet yet, by number.
         held_nothing: the pages of both sides were quiet when the verdict fell.
         released_together: whether both sides were released at once; None before any was.
+        told_before: its verdict, a failure, was told by a former coordinator; only its pages are left.
 
     """
 
@@ -101,6 +102,7 @@ class Handoff:
         "opened_at_s",
         "prefill",
         "released_together",
+        "told_before",
     )
 
     def __init__(self, room: int, attempt: int, desk: Desk) -> None:
@@ -117,6 +119,7 @@ class Handoff:
         self.flights: dict[int, Flight] = {}
         self.held_nothing = False
         self.released_together: bool | None = None
+        self.told_before = False
         self._desk = desk
         self._now_s = loop.time
         self._due: list[Effect] | None = None  # while effects are carried out: those not done yet, and more

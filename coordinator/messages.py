@@ -157,10 +157,14 @@ class Held(Struct, frozen=True, array_like=True):
 
 
 class Unreleased(Struct, frozen=True, array_like=True):
-    """An attempt of which a rank has heard the verdict, but not the release."""
+    """An attempt of which a rank has heard the verdict, but not the release.
+
+    ``quiet``: the rank has told that its engine, which moves the pages by itself, reads them no more.
+    """
 
     room: Room
     attempt: Count
+    quiet: bool = False
 
 
 class SideData(Struct, frozen=True, array_like=True):

@@ -1,7 +1,8 @@
 """Pages that are held because something may still move in them, counted against a budget.
 
 What is here has failed, and is not quiet. It is never freed by time or by pressure: past the budget
-the coordinator is not ready, and an operator decides what to restart.
+the coordinator is not ready, and an operator decides what to restart. So it is when an engine that
+moves the pages by itself leaves it open for long whether they are quiet: their bytes are not known.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Quarantine:
         self._budget_bytes = budget_bytes
         self._handoffs: dict[Handoff, int] = {}
         self._over = False
+        self._open: dict[Handoff, None] = {}
 
     def __len__(self) -> int:
         """How many handoffs are held."""
@@ -45,12 +47,26 @@ class Quarantine:
 
     @property
     def trouble(self) -> str:
-        """Say what is wrong; empty while the budget holds."""
+        """Say what is wrong; empty while the budget holds and no engine leaves anything open."""
+        return "; ".join(filter(None, (self._past_budget, self._left_open)))
+
+    @property
+    def _past_budget(self) -> str:
         if not self._over:
             return ""
         return (
             f"{len(self)} failed handoffs hold {self.held_bytes} bytes that are not quiet, over "
             f"release.quarantine_bytes ({self._budget_bytes()})"
+        )
+
+    @property
+    def _left_open(self) -> str:
+        first = next(iter(self._open), None)
+        if first is None or first.prefill is None:
+            return ""
+        return (
+            f"{len(self._open)} failed handoffs hold pages that their engine does not say to be quiet, the "
+            f"first of them room {first.room} of {first.prefill.name}; if that lasts, restart the engine"
         )
 
     def handoffs(self, most: int) -> list[Handoff]:
@@ -63,8 +79,13 @@ class Quarantine:
         self.held_bytes += size_bytes
         self.judge()
 
+    def left_open(self, handoff: Handoff) -> None:
+        """The engine that moves the pages by itself has not said in time that they are quiet."""
+        self._open[handoff] = None
+
     def let_go(self, handoff: Handoff) -> None:
         """Both sides of a handoff are quiet."""
+        self._open.pop(handoff, None)
         size_bytes = self._handoffs.pop(handoff, None)
         if size_bytes is not None:
             self.held_bytes -= size_bytes
@@ -77,6 +98,7 @@ class Quarantine:
             return
         self._over = over
         if over:
-            _log.error("quarantine.over", held_bytes=self.held_bytes, handoffs=len(self), error=self.trouble)
+            error = self._past_budget
+            _log.error("quarantine.over", held_bytes=self.held_bytes, handoffs=len(self), error=error)
         else:
             _log.info("quarantine.under", held_bytes=self.held_bytes, handoffs=len(self))

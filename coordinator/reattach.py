@@ -186,6 +186,9 @@ class Reattach:
                 self._refuse(group, hello, identity)
             else:
                 self._take_back(group, hello, identity)
+        for rank in group.live:
+            if rank.hello.memory is None:
+                self._rooms.own_pages.dead(rank)  # the process that had its place
         task = asyncio.get_running_loop().create_task(self._quieten(group))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -222,15 +225,22 @@ class Reattach:
                 group.unproven.update(held.room for held in hello.memory.held)
             for held in hello.memory.held:
                 self._recall(group, held)
-            self._owe(group, hello.memory.unreleased, have)
+            self._owe(rank, hello.memory.unreleased, have)
 
-    def _owe(self, group: Group, unreleased: list[Unreleased], have: int) -> None:
+    def _owe(self, rank: Rank, unreleased: list[Unreleased], have: int) -> None:
         """Release these attempts later, but for those whose release a rank that has ``have`` is told now."""
+        group = rank.group
         told = {(event.room, event.attempt) for event in group.log.since(have) if isinstance(event, Released)}
-        due = self._unreleased.setdefault(group, {})
-        for attempt in unreleased:
-            if (attempt.room, attempt.attempt) not in told:
-                due[attempt] = None
+        for left in unreleased:
+            if (left.room, left.attempt) in told:
+                continue
+            ended = self._rooms.ended(left.room)
+            known = ended if ended is not None and ended.attempt == left.attempt else None
+            if group.moves_itself and (known is None or known.failure is not None):
+                failure = None if known is None else known.failure
+                self._rooms.own_pages.take_over(rank, left, failure, self._rooms)
+            else:
+                self._unreleased.setdefault(group, {})[Unreleased(left.room, left.attempt)] = None
 
     def _remember(self, group: Group, testimony: Testimony) -> None:
         """Learn from what a group remembers which rooms have ended, and how."""

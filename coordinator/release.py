@@ -9,6 +9,11 @@ The verdict of a handoff is never delayed by this, and nothing is released unpro
 
 Ladder after a failure: wait ``settle_s`` for the moves to end -> fence the peers concerned -> kill
 the worker, unless it runs in its rank's own process -> hold for ever.
+
+An engine that moves the pages by itself cannot be fenced from itself: it is waited for. After
+``settle_s`` that is an operator's matter (``release.unquiet``, and not ready), and it stays so until
+the engine says that they are quiet or its process has ended. Whoever sets ``unproven_s`` has them let
+go at that bound all the same.
 """
 
 from __future__ import annotations
@@ -21,10 +26,11 @@ from coordinator.logs import get_logger
 from coordinator.messages import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from coordinator.config import RankBounds, ReleaseBounds
     from coordinator.handoff import Handoff
+    from coordinator.quarantine import Quarantine
     from coordinator.transfers import Flight, Route, Transfers
 
 _log = get_logger()
@@ -36,6 +42,7 @@ class Releases:
     def __init__(self, bounds: ReleaseBounds, transfers: Transfers, signs: RankBounds) -> None:
         """Use force through ``transfers``."""
         self.bounds = bounds
+        self.quarantine: Quarantine
         self._transfers = transfers
         self._signs = signs
         self._waiting: dict[Handoff, asyncio.Event] = {}
@@ -60,6 +67,12 @@ class Releases:
                 await changed.wait()
         finally:
             del self._waiting[handoff]
+
+    def reconfigure(self, bounds: ReleaseBounds) -> None:
+        """Use other bounds from now on, also for what an engine leaves open."""
+        self.bounds = bounds
+        for changed in self._waiting.values():
+            changed.set()
 
     def changed(self, handoff: Handoff) -> None:
         """Wake the ladder of a handoff: one of its moves settled, or a side was released."""
@@ -94,24 +107,31 @@ class Releases:
         self.changed(flight.handoff)
 
     async def _told_quiet(self, handoff: Handoff, changed: asyncio.Event) -> None:
-        """Wait until the engine has told that it is done; at the bound, let the pages go all the same.
+        """Wait until the engine has told that it is done with the pages."""
+        if await self._told_within(handoff, changed, lambda: self.bounds.settle_s):
+            return
+        self.quarantine.left_open(handoff)
+        _log.error("release.unquiet", **_whose(handoff), held_s=self.bounds.settle_s)
+        if await self._told_within(handoff, changed, lambda: self.bounds.unproven_s):
+            return
+        _log.error("release.unproven", **_whose(handoff), held_s=self.bounds.unproven_s)
+        for move in handoff.machine.unsettled:
+            for side in Role:
+                handoff.apply(MoveQuiet(move, side))
 
-        Nobody can fence an engine from itself, and what it would still read are its own pages: held for
-        ever, they would be the very wedge that a bound is for.
-        """
-        try:
-            async with asyncio.timeout(self.bounds.unproven_s):
-                while handoff.machine.held:
-                    changed.clear()
+    async def _told_within(
+        self, handoff: Handoff, changed: asyncio.Event, bound_s: Callable[[], float | None]
+    ) -> bool:
+        """Wait until the pages are released; False at the bound, which may change meanwhile. None: never."""
+        while handoff.machine.held:
+            changed.clear()
+            bound = bound_s()
+            try:
+                async with asyncio.timeout_at(None if bound is None else handoff.concluded_at_s + bound):
                     await changed.wait()
-        except TimeoutError:
-            _log.error(
-                "release.unproven", room=handoff.room, attempt=handoff.machine.attempt,
-                ranks=list(handoff.machine.unsettled), held_s=self.bounds.unproven_s,
-            )  # fmt: skip
-            for move in handoff.machine.unsettled:
-                for side in Role:
-                    handoff.apply(MoveQuiet(move, side))
+            except TimeoutError:
+                return False
+        return True
 
     async def _settled_within(self, handoff: Handoff, changed: asyncio.Event, bound_s: float) -> bool:
         """Wait until no flight of the handoff can read its source any more; False at the bound."""
@@ -134,6 +154,12 @@ class Releases:
     def _kill(self, handoff: Handoff) -> None:
         for worker in _each(flight.route.crew.worker for flight in handoff.flights.values()):
             worker.kill(f"a move of room {handoff.room} cannot be made quiet in another way")
+
+
+def _whose(handoff: Handoff) -> dict[str, object]:
+    group = handoff.prefill
+    ranks = [] if group is None else [f"{group.name}/{rank}" for rank in handoff.machine.unsettled]
+    return {"room": handoff.room, "attempt": handoff.machine.attempt, "ranks": ranks}
 
 
 _T = TypeVar("_T")

@@ -19,7 +19,6 @@ from coordinator.events import (
     Extended,
     Moved,
     MoveFailed,
-    MoveQuiet,
     Offered,
     Opened,
     Paired,
@@ -47,6 +46,7 @@ from coordinator.messages import (
     Role,
     Send,
 )
+from coordinator.own_pages import OwnPages
 from coordinator.page_lists import bad_pages
 from coordinator.reasons import Failure, Reason
 from coordinator.slices import legs
@@ -130,8 +130,7 @@ class Rooms:
         self.past_prefill: dict[Handoff, None] = {}
         self.moving = 0
         self.unreleased: set[Handoff] = set()
-        # Those of engines that move the pages by themselves and have to tell when they are quiet.
-        self._telling: dict[int, Handoff] = {}
+        self.own_pages = OwnPages()
         self.recent: OrderedDict[int, Handoff] = OrderedDict()
         self.draining: bool = False
         self.gathers_until_s = 0.0
@@ -225,16 +224,9 @@ class Rooms:
         return self._apply(handoff, rank, item, Moved(rank.number))
 
     def _leg_quiet(self, rank: Rank, item: Item) -> Refused | None:
-        handoff = self._telling.get(item.room)
-        if handoff is not None and handoff.prefill is rank.group:
-            _quieten(handoff, rank.number)
+        assert isinstance(item, LegQuiet)  # noqa: S101 - the table of handlers says so
+        self.own_pages.told(rank, item)
         return None
-
-    def dead(self, rank: Rank) -> None:
-        """Nothing is read any more by a rank whose engine moved the pages by itself."""
-        for handoff in list(self._telling.values()):
-            if handoff.prefill is rank.group:
-                _quieten(handoff, rank.number)
 
     # Which attempt is meant
 
@@ -350,9 +342,9 @@ class Rooms:
             handoff.decode = group
         group.handoffs.add(handoff)
         if group.moves_itself:
+            # First of all: whatever becomes of it, each of its ranks has to tell that its pages are quiet.
+            handoff.apply(Paired(Pairing.of_own(group.world_size)))
             self.met(handoff)
-            if not handoff.machine.state.terminal:
-                handoff.apply(Paired(Pairing.of_own(group.world_size)))
             return
         prefill, decode = handoff.prefill, handoff.decode
         if prefill is None or decode is None:
@@ -403,12 +395,13 @@ class Rooms:
         """Tell the verdict to both groups."""
         machine = handoff.machine
         room, failure = machine.room, machine.failure
+        if handoff.told_before:
+            self._hold_on(handoff)
+            return
         if self.active.get(room) is handoff:
             del self.active[room]
         self._leave(handoff)
         self.unreleased.add(handoff)
-        if handoff.prefill is not None and handoff.prefill.moves_itself:
-            self._telling[room] = handoff
         self.recent[room] = handoff
         self.recent.move_to_end(room)
         if len(self.recent) > RECENT:
@@ -426,6 +419,8 @@ class Rooms:
         # Both logs first: making room in one that overflows may end other handoffs.
         if prefill is not None:
             self._append(prefill, Outcome(room, machine.attempt, failure, b"", at_decode))
+            if failure is not None and prefill.moves_itself:
+                self.own_pages.hold(handoff, prefill.log.head)
         if decode is not None:
             aux = machine.aux if failure is None else b""
             self._append(decode, Outcome(room, machine.attempt, failure, aux, at_prefill))
@@ -435,6 +430,14 @@ class Rooms:
         self._counters.concluded(handoff)
         handoff.held_nothing = not machine.held
         self._log_outcome(handoff)
+
+    def _hold_on(self, handoff: Handoff) -> None:
+        """Hold what a former coordinator has told to have failed, and has not released."""
+        self.unreleased.add(handoff)
+        group, known = handoff.prefill, self._ended.get(handoff.room)
+        assert group is not None  # noqa: S101 - it is taken over from there
+        is_last = known is not None and known.attempt == handoff.machine.attempt
+        self.own_pages.hold(handoff, group.ended.get(handoff.room, 0) if is_last else 0)
 
     def released(self, handoff: Handoff, side: Role) -> None:
         """Tell one side that its pages are quiet."""
@@ -515,8 +518,7 @@ class Rooms:
     def closed(self, handoff: Handoff) -> None:
         """Forget the handoff."""
         self.unreleased.discard(handoff)
-        if self._telling.get(handoff.room) is handoff:
-            del self._telling[handoff.room]
+        self.own_pages.let_go(handoff)
         handoff.machine.aux = b""  # up to 1 MiB, which the log of decode's group has
         if handoff.machine.failure is not None:
             self.quarantine.let_go(handoff)
@@ -610,9 +612,3 @@ def _ending(failure: Failure | None) -> dict[str, object]:
 def _next_of(group: Group) -> Elsewhere:
     """Where the next event of a group will be."""
     return Elsewhere(group.lineage, group.log.head + 1)
-
-
-def _quieten(handoff: Handoff, move: int) -> None:
-    """Both ends of a move are quiet."""
-    for side in Role:
-        handoff.apply(MoveQuiet(move, side))

@@ -82,6 +82,7 @@ class Service:
         self.transfers.confirm_alive = self.membership.confirm_alive
         self.rooms.releases = self.releases
         self.quarantine = self.rooms.quarantine = Quarantine(self._quarantine_budget)
+        self.releases.quarantine = self.quarantine
         self.rooms.overflowed = self.membership.lag
         self.overview = Overview(
             config, self.epoch, self.counters, self.rooms, self.membership, self.transfers, self.quarantine,
@@ -180,7 +181,7 @@ class Service:
         self.transfers.reconfigure(config)
         self.membership.reconfigure(config)
         self.reattach.reconfigure(config)
-        self.releases.bounds = config.release
+        self.releases.reconfigure(config.release)
         self.quarantine.judge()
 
     def run_for_ever(self, what: str, work: Coroutine[object, object, None]) -> None:
@@ -213,7 +214,7 @@ class Service:
     def gone(self, rank: Rank) -> None:
         """Nothing lands in a dead decode rank; a dead prefill rank needs no worker."""
         if rank.group.moves_itself:
-            self.rooms.dead(rank)
+            self.rooms.own_pages.dead(rank)
         elif rank.group.role is Role.DECODE:
             self.transfers.rank_gone(rank)
         elif rank in self.transfers.crews:

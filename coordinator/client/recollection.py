@@ -21,6 +21,9 @@ from coordinator.messages import (
     MAX_HELD,
     MAX_REMEMBERED,
     Held,
+    LegDone,
+    LegFailed,
+    LegQuiet,
     Memory,
     Offer,
     Open,
@@ -49,15 +52,17 @@ class _InFlight:
     ``since`` and ``after``: the last event that the engine had drained when it first and last did.
     ``submitted``: a coordinator may have heard of it.
     ``aux``: the side data that it sent with its last pages; None before that, or when it is not kept.
+    ``quiet``: this rank has told that its own engine reads the pages no more.
     """
 
-    __slots__ = ("after", "aux", "since", "submitted")
+    __slots__ = ("after", "aux", "quiet", "since", "submitted")
 
     def __init__(self, after: int) -> None:
         self.since = after
         self.after = after
         self.submitted = False
         self.aux: bytes | None = None
+        self.quiet = False
 
 
 class Recollection:
@@ -80,12 +85,15 @@ class Recollection:
         self._in_flight: dict[int, _InFlight] = {}
         # Room -> number of its last verdict, and which attempt that was.
         self._ended: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        self._unreleased: dict[tuple[int, int], None] = {}
+        # Room and attempt -> whether this rank has told that its own engine reads the pages no more.
+        self._unreleased: dict[tuple[int, int], bool] = {}
         self._sent: deque[SideData] = deque()
         self._sending_bytes = self._sent_bytes = 0
 
     def spoke(self, item: Item) -> None:
         """The engine has said ``item``."""
+        if isinstance(item, LegDone | LegFailed | LegQuiet):
+            self._note_quiet(item)
         if not isinstance(item, Send | Offer | Open):
             return  # Nothing is begun by it.
         room = self._in_flight.get(item.room)
@@ -110,8 +118,9 @@ class Recollection:
             self._events.append(event)
             if isinstance(event, Outcome):
                 self._aux_bytes += len(event.aux)
-                self._over(event, self._in_flight.pop(event.room, None))
-                self._unreleased[event.room, event.attempt] = None
+                room = self._in_flight.pop(event.room, None)
+                self._over(event, room)
+                self._unreleased[event.room, event.attempt] = room is not None and room.quiet
                 self._ended[event.room] = (number, event.attempt)
                 self._ended.move_to_end(event.room)
             else:
@@ -122,6 +131,17 @@ class Recollection:
             dropped = self._events.popleft()
             if isinstance(dropped, Outcome):
                 self._aux_bytes -= len(dropped.aux)
+
+    def _note_quiet(self, item: LegDone | LegFailed | LegQuiet) -> None:
+        """Note that this rank reads its pages no more, of the attempt that the coordinator takes it for."""
+        room, ended = self._in_flight.get(item.room), self._ended.get(item.room)
+        if not isinstance(item, LegQuiet) or ended is None:
+            if room is not None:
+                room.quiet = not isinstance(item, LegFailed) or item.quiet
+            return
+        number, attempt = ended
+        if (number <= item.after or attempt == 1) and (item.room, attempt) in self._unreleased:
+            self._unreleased[item.room, attempt] = True
 
     def _keep(self, room: _InFlight, aux: bytes) -> None:
         if self._sending_bytes + len(aux) <= _MAX_SENDING_BYTES:
@@ -149,7 +169,7 @@ class Recollection:
         for room, flight in self._in_flight.items():
             told = held if flight.submitted else said
             told.append(Held(room, max(flight.after, base), self._ended.get(room, (0, 0))[1]))
-        unreleased = [Unreleased(room, attempt) for room, attempt in self._unreleased]
+        unreleased = [Unreleased(*key, quiet) for key, quiet in self._unreleased.items()]
         return Memory(
             list(self._events),
             held[:MAX_HELD],

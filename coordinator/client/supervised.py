@@ -102,6 +102,10 @@ class SupervisedRank(Rank):
     def leg_quiet(self, room: SupportsIndex) -> None:
         """Tell that this rank reads the pages of the room, whose handoff has failed, no more.
 
+        They are released when all ranks have told so. Say it once for each failure, after it was drained,
+        also where this rank's own transfer had been done or quiet before: a coordinator that was
+        restarted meanwhile may not know of it. Said before, it counts for a room's first attempt only.
+
         Raises:
             QueueFullError: too many calls wait for a coordinator that is away.
             ProtocolError: no such room can be.

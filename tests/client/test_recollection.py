@@ -11,6 +11,9 @@ from coordinator.messages import (
     Extend,
     Held,
     Item,
+    LegDone,
+    LegFailed,
+    LegQuiet,
     Offer,
     Open,
     Outcome,
@@ -83,6 +86,38 @@ def test_attempts_with_a_verdict_are_unreleased_until_told() -> None:
     assert memory.report(0).unreleased == [Unreleased(2, 4)]
     memory.heard(4, [Released(2, 4)])
     assert memory.report(0).unreleased == []
+
+
+FAILED = Failure(Reason.TRANSPORT, "p/0", "the link broke")
+
+
+def quiet(memory: Recollection) -> list[bool]:
+    return [left.quiet for left in memory.report(0).unreleased]
+
+
+def test_it_is_remembered_that_this_rank_s_own_engine_reads_the_pages_no_more() -> None:
+    for ended in (LegDone(1, 0), LegFailed(1, 0, "", quiet=True), LegQuiet(1, 0)):
+        memory = said(send(1), ended)
+        memory.heard(1, [Outcome(1, 1, FAILED)])
+        assert quiet(memory) == [True]
+    memory = said(send(1), LegFailed(1, 0, "", quiet=False))
+    memory.heard(1, [Outcome(1, 1, FAILED)])
+    assert quiet(memory) == [False]
+    memory.spoke(LegQuiet(1, 1))
+    assert quiet(memory) == [True]
+
+
+def test_that_a_former_attempt_is_quiet_says_nothing_about_the_next() -> None:
+    memory = said(send(1))
+    memory.heard(1, [Outcome(1, 1, FAILED)])
+    memory.spoke(send(1, after=1))
+    memory.spoke(LegQuiet(1, 1))  # of the first one, whose verdict the engine has drained
+    memory.heard(2, [Outcome(1, 2, FAILED)])
+    assert quiet(memory) == [True, False]
+    memory.spoke(LegQuiet(1, 1))  # it had not drained the second one's
+    assert quiet(memory) == [True, False]
+    memory.spoke(LegQuiet(1, 2))
+    assert quiet(memory) == [True, True]
 
 
 def test_the_last_events_are_kept_within_bounds() -> None:

@@ -51,7 +51,7 @@ def test_every_key_of_the_configuration_stands_there_with_its_default() -> None:
     }
     actual = dict(settings())
     assert list(told) == list(actual)
-    words = {"none": ..., "a tenth of the pools": None, "no file": None}
+    words = {"none": ..., "a tenth of the pools": None, "no file": None, "never": None}
     assert {key: words.get(str(value), value) for key, value in told.items()} == actual
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from coordinator.messages import EXTERNAL, LegDone, LegFailed, LegQuiet, Role
+from coordinator.messages import (
+    EXTERNAL,
+    Held,
+    LegDone,
+    LegFailed,
+    LegQuiet,
+    Memory,
+    Outcome,
+    Role,
+    Unreleased,
+)
+from coordinator.reasons import Failure, Reason
 from tests.service.peers import RankPeer
 from tests.service.stage import VirtualStage, config, now_s, turns, virtual_time
+from tests.support.logs import capture
+from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -21,10 +35,7 @@ UNPROVEN_S: Final = 50.0
 
 def own(**sections: dict[str, object]) -> Config:
     """The configuration of a coordinator for such engines."""
-    bounds: dict[str, dict[str, object]] = {
-        "handoff": {"deadline_s": DEADLINE_S},
-        "release": {"unproven_s": UNPROVEN_S},
-    }
+    bounds: dict[str, dict[str, object]] = {"handoff": {"deadline_s": DEADLINE_S}}
     return config(backend={"name": EXTERNAL}, **(bounds | sections))
 
 
@@ -119,16 +130,180 @@ async def test_a_rank_that_has_not_spoken_of_the_room_holds_its_pages_too() -> N
         await ranks[0].release(7)
 
 
-async def test_pages_whose_engine_cannot_prove_them_quiet_are_let_go_at_the_bound() -> None:
+async def left_open(stage: VirtualStage, room: int = 7) -> RankPeer:
+    """An engine of one rank whose handoff has failed, and which does not say that the pages are quiet."""
+    (rank,) = await stage.group(Role.PREFILL, "p", 1)
+    rank.send_pages(room)
+    leg_failed(rank, room, quiet=False)
+    await rank.outcome(room)
+    return rank
+
+
+async def test_pages_that_are_not_proven_quiet_are_held_for_ever_and_an_operator_is_told() -> None:
     async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 1)
-        ranks[0].send_pages(7)
-        leg_failed(ranks[0], 7, quiet=False)
-        await ranks[0].outcome(7)
-        began_s = now_s()
-        await ranks[0].release(7)
+        with capture("error") as log:
+            rank = await left_open(stage)
+            assert stage.service.overview.troubles() == []
+            await asyncio.sleep(3600)
+        assert not rank.released(7)
+        (told,) = log.of("release.unquiet")
+        assert (told["room"], told["ranks"], told["held_s"]) == (7, ["p/0"], 5.0)
+        (trouble,) = stage.service.overview.troubles()
+        assert trouble.startswith("1 failed handoffs hold pages that their engine does not say to be quiet, ")
+        assert "room 7 of p" in trouble
+        assert stage.service.quarantine.handoffs(10) == list(stage.service.rooms.unreleased)
+        rank.drain()
+        leg_quiet(rank, 7)
+        await rank.release(7)
+        rank.drain()
+        await stage.empty()
+        assert stage.service.overview.troubles() == []
+
+
+async def test_an_operator_may_have_them_let_go_at_a_bound() -> None:
+    async with VirtualStage(own(release={"unproven_s": UNPROVEN_S})) as stage:
+        with capture("error") as log:
+            rank = await left_open(stage)
+            began_s = now_s()
+            await rank.release(7)
         assert now_s() - began_s == pytest.approx(UNPROVEN_S, abs=1.0)
-        ranks[0].drain()
+        assert log.of("release.unproven")[0]["ranks"] == ["p/0"]
+        rank.drain()
+        await stage.empty()
+        assert stage.service.overview.troubles() == []
+
+
+async def test_such_a_bound_can_be_set_while_they_are_held() -> None:
+    async with VirtualStage(own()) as stage:
+        rank = await left_open(stage)
+        await asyncio.sleep(1000)
+        stage.service.reconfigure(own(release={"unproven_s": 1100.0}))
+        await turns()
+        assert not rank.released(7)
+        stage.service.reconfigure(own(release={"unproven_s": 900.0}))
+        await turns()
+        assert rank.released(7)
+
+
+# --- which attempt a rank means ------------------------------------------------------------------
+
+
+async def failed_twice(stage: VirtualStage) -> list[RankPeer]:
+    """Two ranks whose room has failed, was used again, and has failed again; nothing is quiet."""
+    ranks = await stage.group(Role.PREFILL, "p", 2)
+    for attempt in (1, 2):
+        for rank in ranks:
+            rank.send_pages(7)
+        leg_failed(ranks[0], 7, quiet=False)
+        for rank in ranks:
+            await rank.outcome(7, attempt)
+        for rank in ranks:
+            if attempt == 1 or rank is ranks[0]:
+                rank.drain()
+        await turns()
+    return ranks
+
+
+async def test_who_has_not_drained_the_last_verdict_means_the_one_before() -> None:
+    async with VirtualStage(own()) as stage:
+        ranks = await failed_twice(stage)
+        leg_quiet(ranks[0], 7)  # the second
+        leg_quiet(ranks[1], 7)  # the first: it has not heard of the second
+        await turns()
+        assert not ranks[0].released(7)
+        ranks[1].drain()
+        leg_quiet(ranks[1], 7)
+        await ranks[0].release(7, 2)
+        assert [released.attempt for released in ranks[0].released(7)] == [2]
+
+
+async def test_a_word_about_an_attempt_that_is_quiet_counts_for_no_other() -> None:
+    async with VirtualStage(own()) as stage:
+        (rank,) = await stage.group(Role.PREFILL, "p", 1)
+        rank.send_pages(7)
+        leg_failed(rank, 7, quiet=True)
+        await rank.release(7)
+        rank.drain()
+        rank.send_pages(7)
+        leg_failed(rank, 7, quiet=False)
+        await rank.outcome(7, 2)
+        leg_quiet(rank, 7)  # said before it had drained that verdict: of the first
+        await turns()
+        assert len(rank.released(7)) == 1
+        rank.drain()
+        leg_quiet(rank, 7)
+        await rank.release(7, 2)
+
+
+# --- after a restart of the coordinator ----------------------------------------------------------
+
+BROKEN: Final = Failure(Reason.TRANSPORT, "p/0", "the link broke")
+
+
+async def remembered(stage: VirtualStage, quiet: str, verdict: Failure | None = BROKEN) -> list[RankPeer]:
+    """A group whose former coordinator has told a verdict of room 7, and has not released it.
+
+    ``quiet`` has a letter for each of its ranks: ``q`` for one that had told that its pages are quiet.
+    """
+    ranks = []
+    for number, letter in enumerate(quiet):
+        memory = Memory([Outcome(7, 3, verdict)], [], [Unreleased(7, 3, letter == "q")])
+        had = {"epoch": 1, "acknowledged": 5, "memory": memory}
+        ranks.append(RankPeer(stage, Role.PREFILL, "p", number, len(quiet), **had))
+    for rank in ranks:
+        rank.open()
+        rank.send(rank.hello)
+    for rank in ranks:
+        await eventually_async(lambda rank=rank: rank.welcomed)  # type: ignore[misc]
+    await turns()
+    return ranks
+
+
+async def test_what_a_former_coordinator_has_not_released_is_held_until_all_have_told() -> None:
+    async with VirtualStage(own()) as stage:
+        ranks = await remembered(stage, "q-")
+        await asyncio.sleep(1000)
+        assert not ranks[0].released(7)
+        assert "room 7 of p" in stage.service.overview.troubles()[0]
+        leg_quiet(ranks[1], 7)
+        for rank in ranks:
+            await rank.release(7, 3)
+            rank.drain()
+        await stage.empty()
+        assert stage.service.counters.opened == 0
+
+
+async def test_what_all_had_told_the_former_one_is_released_at_once() -> None:
+    async with VirtualStage(own()) as stage:
+        for rank in await remembered(stage, "qq"):
+            await rank.release(7, 3)
+
+
+async def test_a_success_is_released_at_once() -> None:
+    async with VirtualStage(own()) as stage:
+        for rank in await remembered(stage, "--", verdict=None):
+            await rank.release(7, 3)
+
+
+async def test_a_process_that_has_ended_reads_nothing_also_after_a_restart() -> None:
+    async with VirtualStage(own()) as stage:
+        ranks = await remembered(stage, "q-")
+        stage.died(ranks[1])
+        await ranks[0].release(7, 3)
+
+
+async def test_a_room_that_was_in_flight_fails_and_is_held_until_all_have_told() -> None:
+    async with VirtualStage(own()) as stage:
+        memory = Memory([], [Held(7, 0, 0)], [])
+        rank = RankPeer(stage, Role.PREFILL, "p", 0, 1, epoch=1, memory=memory)
+        await rank.join()
+        assert await rank.failure(7) == "coordinator_restarted"
+        await asyncio.sleep(1000)
+        assert not rank.released(7)
+        rank.drain()
+        leg_quiet(rank, 7)
+        await rank.release(7)
+        rank.drain()
         await stage.empty()
 
 

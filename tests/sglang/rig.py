@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -25,7 +27,7 @@ PATIENCE_S: Final = 30.0
 
 #: The bounds of the coordinators here.
 DEADLINE_S: Final = 2.0
-UNPROVEN_S: Final = 2.0
+SETTLE_S: Final = 0.5
 
 
 class End(NamedTuple):
@@ -126,7 +128,7 @@ class Coordinator:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, place: Path, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, place: Path, deadline_s: float = DEADLINE_S, unproven_s: float | None = None) -> None:
         place = place / f"c{next(Coordinator._numbers)}"
         place.mkdir()
         self.address = f"ipc://{place}/control"
@@ -137,11 +139,12 @@ class Coordinator:
             control = ["{self.address}"]
             outcomes = ["ipc://{place}/outcomes"]
             [http]
-            address = ""
+            address = "127.0.0.1:0"
             [handoff]
             deadline_s = {deadline_s}
             [release]
-            unproven_s = {UNPROVEN_S}
+            settle_s = {SETTLE_S}
+            {"" if unproven_s is None else f"unproven_s = {unproven_s}"}
             [rank]
             heartbeat_s = 0.2
             lost_after_s = 5.0
@@ -161,6 +164,25 @@ class Coordinator:
             cwd=ROOT,
             env=dict(os.environ, PYTHONPATH=str(ROOT)),
         )
+
+    def ask(self, path: str) -> Any:
+        """What it says over HTTP."""
+        found: list[str] = []
+
+        def ready() -> bool:
+            text = (self._file.parent / "coordinator.log").read_text()
+            since_its_start = text.rpartition('"coordinator.ready"')[2]
+            found[:] = re.findall(r'"event":"http.ready".*?"url":"([^"]+)"', since_its_start)
+            return bool(found)
+
+        until(ready, "its HTTP")
+        with urllib.request.urlopen(found[0] + path, timeout=PATIENCE_S) as answer:  # noqa: S310 - our own
+            return json.load(answer)
+
+    def holds_nothing(self) -> bool:
+        """Whether it is ready, and no handoff holds pages."""
+        status = self.ask("/v1/status")
+        return bool(status["ready"]) and status["unreleased"] == 0
 
     def kill(self) -> None:
         """SIGKILL."""

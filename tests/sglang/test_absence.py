@@ -36,6 +36,11 @@ def begin(engine: Engine, *rooms: int) -> None:
     engine.in_flight(*rooms)
 
 
+def deadlines(coordinator: Coordinator) -> int:
+    """How many handoffs have failed at their deadline."""
+    return int(coordinator.ask("/v1/status")["failed"].get("deadline", 0))
+
+
 def test_a_coordinator_that_dies_and_comes_back_loses_no_request(
     host: Host, coordinator: Coordinator, place: Path
 ) -> None:
@@ -59,6 +64,8 @@ def test_a_coordinator_that_dies_and_comes_back_loses_no_request(
         begin(engine, 7)
         engine.ask(1, "failed", 7)
         engine.ask(0, "done", 7)
+        until(lambda: deadlines(coordinator), "the deadline of room 4")
+        engine.all("drained", 4)
         reports = engine.done(3, 4, 6, 7)
         assert [outcome(reports, room).kind for room in (3, 6, 7)] == ["succeeded", "succeeded", "failed"]
         assert "deadline" in outcome(reports, 4).message
@@ -66,6 +73,7 @@ def test_a_coordinator_that_dies_and_comes_back_loses_no_request(
         assert reports[0]["switches"] == reports[1]["switches"]
         assert [on for _, on in reports[0]["switches"]] == [True, False, True]
         assert engine.logs().count("is not there: SGLang's own poll goes on") == 2  # once for each rank
+        until(coordinator.holds_nothing, "nothing is held for what has begun anew")
 
 
 def test_a_coordinator_that_is_killed_again_and_again_loses_no_request(
@@ -86,6 +94,8 @@ def test_a_coordinator_that_is_killed_again_and_again_loses_no_request(
             reports = engine.done(*rooms)
             assert [outcome(reports, room).kind for room in rooms] == ["succeeded"] * 5
             assert reports[0]["switches"] == reports[1]["switches"]
+        until(engine.is_on, "the coordinator decides")
+        until(coordinator.holds_nothing, "nothing is held for what has begun anew")
 
 
 def test_an_engine_starts_without_its_coordinator(host: Host, coordinator: Coordinator, place: Path) -> None:
@@ -97,7 +107,10 @@ def test_an_engine_starts_without_its_coordinator(host: Host, coordinator: Coord
         coordinator.start()
         until(engine.is_on, "the coordinator decides")
         # It began without a bound, and has one now.
+        until(lambda: deadlines(coordinator), "its deadline")
+        engine.all("drained", 2)
         assert "deadline" in outcome(engine.done(2), 2).message
+        until(coordinator.holds_nothing, "nothing is held")
 
 
 def test_a_coordinator_that_ends_in_good_order_hands_its_requests_back(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.integrations.sglang.hooks import STEPS_APART
-from tests.sglang.rig import DEADLINE_S, UNPROVEN_S, Coordinator, Engine, outcome, until, wait
+from tests.sglang.rig import DEADLINE_S, SETTLE_S, Coordinator, Engine, outcome, until, wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,9 +221,34 @@ def test_without_the_plugin_it_never_is(host: Host, place: Path) -> None:
         assert all(report["calls"]["all_reduce"] > 100 for report in reports)
 
 
-def test_pages_that_are_never_proven_quiet_are_let_go_at_their_bound(engine: Engine) -> None:
-    begin(engine, 91)  # and its transfer never ends
-    wait(DEADLINE_S + UNPROVEN_S / 2)
-    reports = engine.reports()
-    assert all(91 in report["in_flight"] for report in reports)
+def test_pages_that_are_not_proven_quiet_are_held_and_an_operator_is_told(
+    engine: Engine, coordinator: Coordinator
+) -> None:
+    until(coordinator.holds_nothing, "no other test has left anything behind")
+    begin(engine, 91)  # and its transfer does not end
+    until(lambda: not coordinator.ask("/v1/status")["ready"], "it is not ready", DEADLINE_S + SETTLE_S + 10)
+    (reason,) = coordinator.ask("/v1/status")["reasons"]
+    assert "hold pages that their engine does not say to be quiet, the first of them room 91 of" in reason
+    begin(engine, 92)
+    engine.all("done", 92)
+    reports = engine.done(92)
+    assert outcome(reports, 92).kind == "succeeded"
+    assert all(report["in_flight"] == [91] for report in reports)
+    engine.ask(1, "failed", 91)  # it ends after all
+    wait(0.3)
+    assert all(report["in_flight"] == [91] for report in engine.reports())
+    engine.ask(0, "done", 91)
     assert "deadline" in outcome(engine.done(91), 91).message
+    until(coordinator.holds_nothing, "it is ready again")
+
+
+def test_who_wants_a_bound_on_that_can_have_one(host: Host, place: Path) -> None:
+    coordinator = Coordinator(place, unproven_s=2.0)
+    try:
+        with Engine(host, place, 2, coordinator.address) as engine:
+            until(engine.is_on, "the coordinator decides")
+            begin(engine, 1)
+            assert "deadline" in outcome(engine.done(1), 1).message
+            until(coordinator.holds_nothing, "it holds nothing")
+    finally:
+        coordinator.close()

@@ -168,12 +168,15 @@ class Link:
             self._take_release(watched, event)
         elif event.room in self._ghosts:
             self._ghosts.discard(event.room)
+            self._say(self._client.leg_quiet, event.room)  # SGLang has given its pages back
         elif watched is not None and watched.told and not watched.decided:
             self._take_outcome(watched, event)
 
     def _take_outcome(self, watched: Watched, outcome: Outcome) -> None:
         failure = outcome.failure
         if failure is not None and (failure.fault is Fault.COORDINATOR or failure.reason in _NOT_TAKEN):
+            # What becomes of the pages is the next attempt's affair, or SGLang's own; this one frees none.
+            self._say(self._client.leg_quiet, watched.room)
             watched.told = False
             watched.handed_back = failure.reason is not Reason.COORDINATOR_RESTARTED
             self._untold[watched.room] = watched
@@ -239,6 +242,8 @@ class Link:
                 del self._watched[room]
                 self._untold.pop(room, None)
                 self._undrained.pop(room, None)
+                if watched.failure is not None and not watched.quiet_told:
+                    self._say(self._client.leg_quiet, room)  # SGLang has given its pages back by itself
                 if watched.told and not watched.decided:
                     self._ghosts.add(room)
                     self._say(self._client.cancel, room, "SGLang has retired it without the coordinator")
