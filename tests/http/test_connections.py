@@ -54,7 +54,8 @@ class Line:
         """Say something again and again."""
         async with asyncio.timeout(15):
             while not enough():
-                self.writer.write(text)
+                if not self.writer.transport.is_closing():
+                    self.writer.write(text)
                 await asyncio.sleep(0.001)
 
 
@@ -163,10 +164,10 @@ async def test_an_answer_that_is_not_taken_is_not_kept(monkeypatch: pytest.Monke
     monkeypatch.setattr(connections, "IDLE_S", SHORT_S)
     async with served() as it, connected(it) as line:
         # More than sockets hold: the description is some 30 KiB long.
-        for _ in range(300):
-            line.writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await asyncio.sleep(0.001)
-        await eventually_async(lambda: not len(it.server._connections))
+        await line.flood(
+            b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            lambda: not len(it.server._connections),
+        )
 
 
 async def test_a_follower_that_takes_nothing_at_all_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
