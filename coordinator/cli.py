@@ -128,6 +128,70 @@ def demo(
     raise typer.Exit(show.run(options))
 
 
+@app.command(
+    epilog="Exit codes: 0 all is well; 1 a page is corrupt, a handoff has no verdict, ranks disagree, "
+    "or the replay could not run; 2 what was asked for cannot be done; 130 interrupted."
+)
+def replay(  # noqa: PLR0913 - each is an option of the command line
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="JSON lines with timestamp (ms), input_length, output_length (tokens), hash_ids; or .gz.",
+        ),
+    ],
+    *,
+    speed: Annotated[float, typer.Option(min=0.01, max=1000.0, help="How many times faster.")] = 1.0,
+    first: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.001, help="Only the first so many seconds of the trace."),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="Pages of this model, by name or .toml file.")
+    ] = "Llama-3.1-8B",
+    scale: Annotated[
+        int,
+        typer.Option(
+            metavar="BYTES", min=0, help="Cut a page to so many bytes; left out: until all pools fit."
+        ),
+    ] = 0,
+    backend: Annotated[DemoBackend, typer.Option(help="What moves the pages.")] = DemoBackend.LOOPBACK,
+    prefill_groups: Annotated[int, typer.Option(min=1, max=16, help="Prefill engines.")] = 2,
+    prefill_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of each.")] = 2,
+    decode_groups: Annotated[int, typer.Option(min=1, max=16, help="Decode engines.")] = 2,
+    decode_tp: Annotated[int, typer.Option(min=1, max=64, help="Ranks of each.")] = 2,
+    faults: Annotated[
+        Path | None,
+        typer.Option("--faults", metavar="FILE", help="What goes wrong when, as in configs/replay."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Write the plot to this file.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file as JSON.")
+    ] = None,
+) -> None:
+    """Replay the requests of a recorded trace between simulated engines, and see what became of each."""
+    from coordinator.replay import command
+
+    options = command.ReplayOptions(
+        trace_path=trace,
+        first_s=first,
+        speed=speed,
+        backend=backend.value,
+        layout=layout,
+        scale_bytes=scale,
+        prefill_groups=prefill_groups,
+        prefill_tp=prefill_tp,
+        decode_groups=decode_groups,
+        decode_tp=decode_tp,
+        faults_path=faults,
+        json_path=json,
+        png_path=png,
+    )
+    raise typer.Exit(command.run(options))
+
+
 @app.command(epilog="Exit codes: 0 shown; 2 these engines cannot hand over to one another.")
 def plan(
     *,

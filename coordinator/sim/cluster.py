@@ -219,6 +219,20 @@ class Cluster:
             group.join(_ENDING_S)
             group.check()
 
+    def finish_clean(self, timeout_s: float) -> list[str]:
+        """End all engines; say in a sentence each what a rank was left with that must be free."""
+        try:
+            self.finish(timeout_s)
+        except SimulationError as error:
+            return [str(error)]
+        return [
+            f"{party} rank {rank} ended with {last.free_pages} of {self.options.pages} pages free, "
+            f"holding rooms {last.held}"
+            for party, lasts in self.book.finals.items()
+            for rank, last in lasts.items()
+            if last.held or last.free_pages != self.options.pages
+        ]
+
     def close(self) -> None:
         """End everything that still runs, and remove every trace."""
         self._cleanup.close()

@@ -25,7 +25,7 @@ class DecodeClient(Client, Protocol):
 
 
 class DecodeEngine(Engine):
-    """Receives, checks, and gives the pages back; it generates nothing."""
+    """Receives, checks, holds the pages for as long as an answer takes, and gives them back."""
 
     def __init__(
         self, client: DecodeClient, sections: list[Section], sabotage: Sabotage = Sabotage.NONE
@@ -33,6 +33,12 @@ class DecodeEngine(Engine):
         """Start without rooms."""
         super().__init__(client, sections, sabotage)
         self._decode = client
+        self._answering: list[Work] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being generated."""
+        return bool(self._answering)
 
     def _announce(self, request: Request) -> None:
         """Say nothing: an offer is the first sign of a room from decode."""
@@ -45,7 +51,23 @@ class DecodeEngine(Engine):
         self._reports.append(Started(request.room, request.generation))
 
     def _work(self) -> None:
-        """Generate nothing."""
+        """Generate a part of each answer."""
+        for work in self._answering:
+            work.steps -= 1
+        complete = [work for work in self._answering if not work.steps]
+        if complete:
+            self._answering = [work for work in self._answering if work.steps]
+            for work in complete:
+                super()._quiet(work)
+            # The next step may be long in coming.
+            self._admit()
+
+    def _quiet(self, work: Work) -> None:
+        """Free the pages, unless an answer needs them."""
+        if work.steps:
+            self._answering.append(work)
+        else:
+            super()._quiet(work)
 
     def _ended(self, work: Work, outcome: Outcome) -> Ended:
         request, failure = work.request, outcome.failure
@@ -53,6 +75,7 @@ class DecodeEngine(Engine):
             return Ended(
                 request.room, request.generation, outcome.attempt, failure.reason.value, sentence(failure)
             )
+        work.steps = request.answer_steps
         return Ended(
             request.room,
             request.generation,

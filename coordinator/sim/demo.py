@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -23,12 +20,12 @@ from coordinator.sim.cluster import Cluster
 from coordinator.sim.display import Display, show
 from coordinator.sim.drive import Drive, DriveOptions
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.interrupt import interruptible
 from coordinator.sim.options import ClusterOptions, small_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
-    from types import FrameType
 
     from coordinator.layout import Layout
     from coordinator.sim.engine import Sabotage
@@ -86,7 +83,7 @@ def run(options: DemoOptions) -> int:
         console.print(refusal, highlight=False, soft_wrap=True)
         return _UNUSABLE
     try:
-        with _interruptible():
+        with interruptible():
             summary = _drive(options, console)
     except KeyboardInterrupt:
         console.print("Interrupted; everything that was started is gone.")
@@ -190,23 +187,3 @@ def _drive(options: DemoOptions, console: Console) -> Summary:
 
 def _of(options: DemoOptions) -> str:
     return f" of {options.layout}" if options.layout else ""
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is as good as Ctrl-C; a second one of either does not disturb the cleaning up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

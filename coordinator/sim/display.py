@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
 
     from coordinator.sim.book import Book
@@ -22,6 +24,8 @@ _PARTS: Final = 5
 _MAX_PROBLEMS: Final = 20
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _UNIT_STEP: Final = 1024
+#: A name, a value, and a remark.
+Row = tuple[str, str, str]
 
 
 class Display:
@@ -69,13 +73,23 @@ class Display:
 
 def show(console: Console, summary: Summary) -> None:
     """Print the table, and a sentence on how it went."""
-    table = Table(show_header=False, title=f"{summary.handoffs} handoffs by {summary.backend}")
+    show_table(console, f"{summary.handoffs} handoffs by {summary.backend}", _rows(summary))
+    show_verdict(console, summary)
+
+
+def show_table(console: Console, title: str, rows: Iterable[Row]) -> None:
+    """Print rows of a name, a value and a remark."""
+    table = Table(show_header=False, title=title)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
-    for name, value, remark in _rows(summary):
+    for name, value, remark in rows:
         table.add_row(name, value, escape(remark))
     console.print(table)
+
+
+def show_verdict(console: Console, summary: Summary) -> None:
+    """Say in a sentence how it went, or what is wrong."""
     if summary.ok:
         console.print("All is well: every handoff has one outcome, on every rank, and no page is wrong.")
         return
@@ -86,7 +100,8 @@ def show(console: Console, summary: Summary) -> None:
         console.print(f"- and {len(summary.problems) - _MAX_PROBLEMS} more")
 
 
-def _rows(summary: Summary) -> list[tuple[str, str, str]]:
+def outcome_rows(summary: Summary) -> list[Row]:
+    """What became of the handoffs, and how long they took."""
     rows = [("succeeded", str(summary.succeeded), "")]
     rows += [
         (f"failed: {reason}", str(count), summary.examples.get(reason, ""))
@@ -96,10 +111,15 @@ def _rows(summary: Summary) -> list[tuple[str, str, str]]:
         ("unresolved", str(summary.unresolved), ""),
         ("corrupt pages", str(summary.corrupt_pages), "every page was checked"),
         ("ranks agree", "yes" if summary.ranks_agree else "no", "the same on every rank, step by step"),
-        ("moved", _size(summary.bytes_moved), ""),
+        ("moved", size_text(summary.bytes_moved), ""),
         ("transfer p50", _milliseconds(summary.p50_ms), "from prefill-complete to the outcome"),
         ("transfer p99", _milliseconds(summary.p99_ms), ""),
     ]
+    return rows
+
+
+def _rows(summary: Summary) -> list[Row]:
+    rows = outcome_rows(summary)
     if summary.failed_everywhere_s is not None:
         rows.append(("failed everywhere", _seconds(summary.failed_everywhere_s), "after the kill"))
     if summary.restart_s is not None:
@@ -114,7 +134,8 @@ def _rows(summary: Summary) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _size(size_bytes: float) -> str:
+def size_text(size_bytes: float) -> str:
+    """Write a number of bytes for people."""
     for unit in _UNITS:
         if size_bytes < _UNIT_STEP or unit == _UNITS[-1]:
             return f"{size_bytes:.4g} {unit}"

@@ -84,7 +84,7 @@ class Drive:
         self._times.end_s = time.monotonic()
         problems += self._without_success()
         # Also after a wait in vain: the last states tell who holds what.
-        problems += self._finish()
+        problems += self._cluster.finish_clean(self._options.settle_s)
         options = self._cluster.options
         return summarize(
             self._book,
@@ -241,20 +241,6 @@ class Drive:
         if not outcomes or "" in outcomes:
             return []
         return [f"no handoff to {self._decode.party} has succeeded"]
-
-    def _finish(self) -> list[str]:
-        """End the engines; every rank must be left with all pages free."""
-        try:
-            self._cluster.finish(self._options.settle_s)
-        except SimulationError as error:
-            return [str(error)]
-        return [
-            f"{party} rank {rank} ended with {last.free_pages} of {self._cluster.options.pages} pages free, "
-            f"holding rooms {last.held}"
-            for party, lasts in self._book.finals.items()
-            for rank, last in lasts.items()
-            if last.held or last.free_pages != self._cluster.options.pages
-        ]
 
 
 def _begun(handoffs: list[Handoff]) -> bool:

@@ -84,7 +84,8 @@ class Work:
         request: what was asked for.
         pages: its pages (int32), none before they were taken.
         sent: prefill: how many of them were sent.
-        steps: prefill: how many steps were spent on the chunk that is being computed.
+        steps: prefill: how many steps were spent on the chunk that is being computed; decode: how many
+            steps the answer still takes.
         complete_s: prefill: when the last was sent, on the monotonic clock.
 
     """
@@ -217,10 +218,14 @@ class Engine(ABC):
         work = self._unreleased.pop((released.room, released.attempt), None)
         if work is None:
             return False
+        self._quiet(work)
+        return True
+
+    def _quiet(self, work: Work) -> None:
+        """Free the pages of a room that nobody else reads or writes any more."""
         if work.pages.size:
             self._allocator.give_back(work.owner)
         self._reports.append(Freed(*work.owner))
-        return True
 
     def _final(self) -> LastState:
         held = sorted({*self._rooms, *(room for room, _ in self._unreleased)})

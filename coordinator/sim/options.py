@@ -24,7 +24,7 @@ class ClusterOptions:
             memory that no other process can map.
         layout: of every pool, unless an engine is added with another one.
         pages: in every rank's pool.
-        step_s: how long a step of prefill takes at least.
+        step_s: how long a step takes at least in which something is computed.
         ready_timeout_s: bound of the start.
         step_timeout_s: bound of the silence within an engine.
         coordinator: settings of the coordinator, by table of its TOML file, over the demo's own.

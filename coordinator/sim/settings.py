@@ -26,7 +26,7 @@ class RankSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pages: in its pool.
         incarnation: how often its engine was started, itself included.
         options: the backend's own settings.
-        step_s: how long a step of computing takes at least.
+        step_s: how long a step takes at least in which something is computed.
         ready_timeout_s: bound of the start, until all ranks of the engine are there.
         step_timeout_s: bound of the silence between ranks.
         sabotage: a fault to build into one rank, to prove that it is found.

@@ -25,6 +25,7 @@ class Request(Struct, frozen=True, array_like=True):
         chunk_pages: pages that prefill computes, and sends, in one piece.
         chunk_steps: how many steps a chunk takes.
         prefix_pages: of ``pages``, how many decode has in its cache already.
+        answer_steps: steps for which decode generates after a success, and holds the pages.
 
     """
 
@@ -34,6 +35,7 @@ class Request(Struct, frozen=True, array_like=True):
     chunk_steps: int = 1
     generation: int = 0
     prefix_pages: int = 0
+    answer_steps: int = 0
 
 
 # --- driver -> rank 0 ------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class Ended(Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Freed(Struct, frozen=True, array_like=True, tag="freed"):
-    """The room's pages were released here and are free again."""
+    """The room's pages were released here, an answer that needs them is complete, and they are free again."""
 
     room: int
     generation: int

@@ -61,18 +61,27 @@ def flat(metrics: Metrics) -> dict[str, float]:
     return figures
 
 
-def show(
-    console: Console, name: str, metrics: Metrics, targets: Mapping[str, Target], seconds: float
-) -> None:
+def target_of(bench: ModuleType | None, metric: str) -> Target | None:
+    """Return the target of a metric of a bench, if it has one: by its whole name, or by that in its table."""
+    targets: Mapping[str, Target] = getattr(bench, "TARGETS", {})
+    return targets.get(metric) or targets.get(metric.rpartition(".")[2])
+
+
+def said(figure: float) -> str:
+    """Write a figure with digits that people can read."""
+    return f"{figure:,.4g}" if abs(figure) < 1000 else f"{figure:,.0f}"  # noqa: PLR2004 - as above
+
+
+def show(console: Console, name: str, metrics: Metrics, bench: ModuleType, seconds: float) -> None:
     """Print the figures of a bench."""
     table = Table(title=f"{name} ({seconds:.1f} s)", title_justify="left")
     table.add_column("metric")
     table.add_column("figure", justify="right")
     table.add_column("target")
     for metric, figure in flat(metrics).items():
-        target = targets.get(metric) or targets.get(metric.rpartition(".")[2])
+        target = target_of(bench, metric)
         verdict = "" if target is None else f"{target}: {'met' if target.met(figure) else 'MISSED'}"
-        table.add_row(metric, f"{figure:,.4g}" if abs(figure) < 1000 else f"{figure:,.0f}", verdict)  # noqa: PLR2004 - digits that people can read
+        table.add_row(metric, said(figure), verdict)
     console.print(table)
 
 
@@ -120,7 +129,7 @@ def _run_all(benches: dict[str, ModuleType], file: Path | None, arguments: Argum
             traceback.print_exc()
             failed.append(name)
             continue
-        show(console, name, results[name], getattr(bench, "TARGETS", {}), time.perf_counter() - started_s)
+        show(console, name, results[name], bench, time.perf_counter() - started_s)
         if file is not None:
             file.write_text(json.dumps(results, indent=2) + "\n")
     if failed:

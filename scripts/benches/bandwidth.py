@@ -10,7 +10,8 @@ planes. Two senders take turns on them, in one run and with the same kinds of ha
 Each *round* hands over the same number of handoffs, ``WINDOW`` in flight at a time. A ratio is that of two
 rounds next to each other, for other work on the host changes the speed of both; ``ratio`` is the median,
 ``ratio_low`` and ``ratio_high`` are the quartiles of ``rounds`` of them. ``overhead_us_p50`` is what
-a handoff that is alone adds to its bare transfer time, from ``send`` to the outcome, also in pairs.
+a handoff that is alone adds to its bare transfer time, from ``send`` to the outcome, also in pairs, of
+which ``overhead_us_p50_low`` and ``..._high`` are the quartiles.
 
 The figures are in a table for each case:
 
@@ -41,6 +42,7 @@ from coordinator.messages import Role
 from scripts.benches import at_least, at_most
 from scripts.benches.support import bare
 from scripts.benches.support.deployment import Deployment
+from scripts.benches.support.pairs import ratio, spread
 from scripts.benches.support.waiting import barrier
 
 if TYPE_CHECKING:
@@ -160,18 +162,14 @@ class Pair:
         direct_s = self._round("direct", case, WINDOW)
         handoffs = WINDOW * max(1, min(_MAX_HANDOFFS // WINDOW, round(_ROUND_S / direct_s)))
         rounds = list(self._rounds(case, handoffs, effort))
-        ratios = [bare_s / through_s for bare_s, through_s in rounds]
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         gbits = 8 * handoffs * size_bytes / 1e9
         return {
             "bytes": size_bytes,
             "direct_gbps": gbits / statistics.median(bare_s for bare_s, _ in rounds),
             "coordinator_gbps": gbits / statistics.median(through_s for _, through_s in rounds),
-            "ratio": statistics.median(ratios),
-            "ratio_low": low,
-            "ratio_high": high,
+            **ratio(rounds),
             "rounds": len(rounds),
-            "overhead_us_p50": 1e6 * self._overhead_s(case, direct_s / WINDOW, effort),
+            **spread(self._overheads_us(case, direct_s / WINDOW, effort), "overhead_us_p50"),
         }
 
     def _rounds(self, case: Case, handoffs: int, effort: Effort) -> Iterator[tuple[float, float]]:
@@ -189,11 +187,11 @@ class Pair:
         """How long that many handoffs take."""
         return float(self._order(Order(what, case, self._take(handoffs), handoffs)))
 
-    def _overhead_s(self, case: Case, direct_s: float, effort: Effort) -> float:
-        """What the coordinator adds to the median handoff when there is one at a time."""
+    def _overheads_us(self, case: Case, direct_s: float, effort: Effort) -> list[float]:
+        """What the coordinator adds to each handoff when there is one at a time, in microseconds."""
         handoffs = max(effort.fewest, min(101, round(effort.alone_s / 2 / direct_s)))
         pairs = self._order(Order("alone", case, self._take(handoffs), handoffs))
-        return float(statistics.median(through_s - bare_s for bare_s, through_s in pairs))
+        return [1e6 * (through_s - bare_s) for bare_s, through_s in pairs]
 
     def _order(self, order: Order) -> Any:  # noqa: ANN401 - as ``RankHandle.hear``
         for rank in (self._decode, self._prefill):

@@ -12,6 +12,7 @@ from coordinator.client import DecodeRank, Layout, Outcome, PrefillRank
 from coordinator.messages import Role
 from scripts.benches import at_most
 from scripts.benches.support.deployment import Deployment
+from scripts.benches.support.pairs import ratio
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -45,7 +46,7 @@ class Times(NamedTuple):
 
 
 def run(arguments: Arguments) -> dict[str, float]:
-    """Measure; each figure is the median of a few.
+    """Measure; each figure is the median of a few. ``ratio`` is that of a short one behind to one alone.
 
     Raises:
         SimulationError: a process failed.
@@ -79,6 +80,7 @@ def run(arguments: Arguments) -> dict[str, float]:
         "short_ms_alone": 1e3 * median(each.short_s for each in alone),
         "short_ms_behind_huge": 1e3 * median(each.short_s for each in behind),
         "huge_ms": 1e3 * median(each.huge_s for each in behind),
+        **ratio((there.short_s, here.short_s) for here, there in zip(alone, behind, strict=True)),
     }
 
 

@@ -1,19 +1,20 @@
 """What retiring requests costs SGLang's prefill scheduler in each step, as it is and with the plugin.
 
 Real SGLang functions on two ranks, the original and the hooked one in turn, with 1, 256 and 1,024
-requests in flight of which none is done. Needs the environment of ``scripts/sglang-env``.
+requests in flight of which none is done. ``ratio`` is the original over the hooked one's time, over
+pairs of turns. Needs the environment of ``scripts/sglang-env``.
 """
 
 from __future__ import annotations
 
 import shutil
-import statistics
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.errors import CoordinatorError
 from scripts.benches import at_most
+from scripts.benches.support.pairs import percentile, ratio
 from tests.sglang.rig import Coordinator, Engine, Host, python_with_sglang, until
 
 if TYPE_CHECKING:
@@ -58,10 +59,14 @@ def _measure(engine: Engine, rounds: int) -> dict[str, float | dict[str, float]]
         engine.say(f"measure {rounds}")
         reports: list[dict[str, Any]] = until(lambda: _measured(engine), "the measurement", 120.0)
         figures[f"inflight_{count}"] = {
-            f"{name}_us_p{percent}": max(_percentile(report["measured"][name], percent) for report in reports)
+            f"{name}_us_p{percent}": max(percentile(report["measured"][name], percent) for report in reports)
             for name in ("original", "hooked")
             for percent in (10, 50)
-        }
+        } | ratio(
+            (original, hooked)
+            for report in reports
+            for original, hooked in zip(*map(report["measured"].get, ("original", "hooked")), strict=True)
+        )
         engine.all("forget measured")
     engine.all("count")
     reports = until(lambda: _stepped(engine, 1000), "steps in which nothing is new", 120.0)
@@ -80,7 +85,3 @@ def _measured(engine: Engine) -> list[dict[str, Any]] | None:
 def _stepped(engine: Engine, steps: int) -> list[dict[str, Any]] | None:
     reports = engine.reports()
     return reports if all(report["steps_counted"] >= steps for report in reports) else None
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100)[percent - 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import select
 import time
 from collections import deque
@@ -71,7 +70,7 @@ def run(arguments: Arguments) -> dict[str, float]:
     """
     warm, handoffs = (1_000, 4_000) if arguments.quick else (_WARM, 200_000)
     with Deployment(__name__, _TABLES) as deployment:
-        url = _url(deployment)
+        url = deployment.url()
         prefill = deployment.start(Role.PREFILL, "prefill", _WORLD_SIZE, pages=_WINDOW * _PAGES)
         decode = _start_decode(deployment)
         deployment.wait_ready()
@@ -156,16 +155,6 @@ class _Watch:
             if name.partition("{")[0].removeprefix("kv_coordinator_") in _LEFT:
                 total += float(value)
         return total
-
-
-def _url(deployment: Deployment) -> str:
-    """Find out where the coordinator is served."""
-    deployment.wait_for_log("http.ready", 1)
-    match = re.search(r'"http.ready","url":"([^"]+)"', deployment.coordinator.log_path.read_text())
-    if match is None:
-        message = "the coordinator does not say where it is served"
-        raise SimulationError(message)
-    return match[1]
 
 
 def _quieten(deployment: Deployment, watch: _Watch) -> None:

@@ -118,5 +118,8 @@ def test_a_coroutine_is_measured_on_uvloop_and_gets_the_arguments(
 def test_every_bench_of_the_project_can_be_loaded() -> None:
     found = {name: bench.load(name) for name in bench.files()}
     benches = {name: module for name, module in found.items() if module is not None}
-    assert {"deadline", "drain", "fairness", "footprint", "idle", "plan", "throughput"} <= set(benches)
+    assert set(benches) == {
+        *("bandwidth", "deadline", "drain", "fairness", "fanout", "footprint", "heal", "idle", "phases"),
+        *("plan", "polling", "sglang", "soak", "throughput"),
+    }
     assert all(callable(module.run) and module.__doc__ for module in benches.values())

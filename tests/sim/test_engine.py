@@ -218,3 +218,20 @@ def test_what_the_coordinator_refuses_is_reported() -> None:
     client = StandIn(refused=[Refused("room", "room 7 is not yours", room=7)])
     first, *_ = DecodeEngine(client, memory()).apply(Step(1, head(0), last=True))
     assert first == Refusal(7, "room 7 is not yours")
+
+
+def test_decode_holds_the_pages_for_as_long_as_the_answer_takes_and_then_admits_who_waits() -> None:
+    client = StandIn()
+    engine = DecodeEngine(client, memory())
+    first = Request(1, PAGES, chunk_pages=1, prefix_pages=PAGES, answer_steps=2)
+    engine.apply(Step(1, head(0), [first, Request(2, 1, chunk_pages=1)]))
+    client.events = success(1, aux=aux_of(1, 0))
+    assert not engine.busy
+    (ended,) = engine.apply(Step(2, head(2)))
+    assert isinstance(ended, Ended)
+    assert ended.corrupt_pages == 0
+    assert 2 not in client.offered
+    # The answer is complete in this step, and the pages go to the next room at once.
+    assert engine.apply(Step(3, head(2))) == [Freed(1, 0), Started(2, 0)]
+    assert 2 in client.offered
+    assert not engine.busy

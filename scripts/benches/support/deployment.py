@@ -12,6 +12,7 @@ At its end nothing is left behind: no process, no socket file, no shared memory.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -33,11 +34,14 @@ from scripts.benches.support.pool import tiny_layout
 from scripts.benches.support.rank_process import READY_S, RankSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from coordinator.layout import Layout
 
 #: Settings of a coordinator, by table of its TOML file.
 Tables = Mapping[str, Mapping[str, object]]
 
+_ROOT: Final = Path(__file__).parents[3]
 _CONNECT_S: Final = 60.0
 _ENDING_S: Final = 5.0
 _LOOK_S: Final = 0.05
@@ -48,8 +52,10 @@ _MAX_DIRECTORY: Final = 50
 class RankHandle:
     """A rank's process, as the driver sees it."""
 
-    def __init__(self, settings: RankSettings, directory: Path, environment: Mapping[str, str]) -> None:
-        """Start it.
+    def __init__(
+        self, settings: RankSettings, directory: Path, environment: Mapping[str, str], python: str
+    ) -> None:
+        """Start it with this interpreter.
 
         Raises:
             SimulationError: it cannot be started.
@@ -58,7 +64,7 @@ class RankHandle:
         self.name = f"{settings.group}/{settings.rank}"
         log = directory / f"{settings.group}-{settings.rank}.log"
         arguments = (str(os.getpid()), msgspec.json.encode(settings).decode())
-        command = (sys.executable, "-m", "scripts.benches.support.rank_process", *arguments)
+        command = (python, "-m", "scripts.benches.support.rank_process", *arguments)
         self.child = Child(self.name, start(command, environment, log, log), log)
         self._connection: Connection | None = None
 
@@ -138,6 +144,7 @@ class Deployment:
         backend: str = "loopback",
         options: Mapping[str, object] | None = None,
         import_from: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Start the coordinator.
 
@@ -147,6 +154,7 @@ class Deployment:
             backend: what moves the pages.
             options: the backend's own settings, on both sides.
             import_from: a directory that all processes find modules in, beside those of this one.
+            python: the interpreter of the ranks; one of another environment brings its own modules.
 
         Raises:
             SimulationError: it cannot be started.
@@ -154,6 +162,7 @@ class Deployment:
         """
         self._bench = bench
         self._backend = backend
+        self._python = python
         self._options = dict(options or {})
         self._started: list[RankHandle] = []
         self._prefill_ranks = 0
@@ -161,7 +170,9 @@ class Deployment:
         self._cleanup = ExitStack()
         try:
             self.directory = self._make_directory()
-            self._environment = self._make_environment(import_from)
+            self._environment = self._make_environment(import_from, sys.path)
+            own = sys.path if python == sys.executable else [str(_ROOT)]
+            self._rank_environment = self._make_environment(import_from, own)
             self._listener = self._cleanup.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(f"{self.directory}/driver")
             self._listener.listen(64)
@@ -204,7 +215,7 @@ class Deployment:
                 layout=layout or tiny_layout(world_size),
                 pages=pages,
             )
-            rank = RankHandle(settings, self.directory, self._environment)
+            rank = RankHandle(settings, self.directory, self._rank_environment, self._python)
             self._awaited[group, number] = rank
             self._started.append(rank)
             self._prefill_ranks += role is Role.PREFILL
@@ -266,6 +277,20 @@ class Deployment:
                 raise SimulationError(message)
             time.sleep(_LOOK_S)
 
+    def url(self) -> str:
+        """Find out where the coordinator is served over HTTP; its tables must ask for that.
+
+        Raises:
+            SimulationError: it does not say so in time, or has ended.
+
+        """
+        self.wait_for_log("http.ready", 1)
+        match = re.search(r'"http.ready","url":"([^"]+)"', self.coordinator.log_path.read_text())
+        if match is None:
+            message = "the coordinator does not say where it is served"
+            raise SimulationError(message)
+        return match[1]
+
     def _end_ranks(self) -> None:
         for rank in self._started:
             rank.hang_up()
@@ -280,9 +305,9 @@ class Deployment:
         self._cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         return directory
 
-    def _make_environment(self, import_from: Path | None) -> dict[str, str]:
+    def _make_environment(self, import_from: Path | None, path: Iterable[str]) -> dict[str, str]:
         places = [str(import_from)] if import_from else []
-        places += [place or str(Path.cwd()) for place in sys.path]
+        places += [place or str(Path.cwd()) for place in path]
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(places),
