@@ -179,6 +179,7 @@ def _play(options: ReplayOptions, plan: _Plan, console: Console) -> Result:
         display.tell(_begin(options, plan))
         groups = [cluster.add(role, name, world) for name, (role, world) in options.engines.items()]
         cluster.wait_ready()
+        cluster.wait_workers()
         display.tell(f"All ranks are ready after {time.monotonic() - began_s:.1f} s.")
         pace = Pace(options.speed, _STEP_S, plan.layout.page_tokens, plan.pages)
         router = Router(groups[: options.prefill_groups], groups[options.prefill_groups :], pace)

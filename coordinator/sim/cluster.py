@@ -47,6 +47,8 @@ _MAX_DIRECTORY: Final = 60
 #: Reports taken before the caller gets its turn again.
 _MAX_REPORTS: Final = 256
 _ENDING_S: Final = 10.0
+#: The coordinator's log has this line once for each start of a worker.
+_WORKER_UP: Final = '"event":"worker.up"'
 
 
 class Cluster:
@@ -142,6 +144,22 @@ class Cluster:
             self.options.ready_timeout_s,
             "all engines to be ready",
             self._not_ready,
+        )
+
+    def wait_workers(self) -> None:
+        """Wait until the coordinator's workers are up, one for each prefill rank that has started so far.
+
+        Raises:
+            SimulationError: it takes longer than ``ready_timeout_s``.
+
+        """
+        ranks = sum(group.world_size for group in self.groups.values() if group.role is Role.PREFILL)
+        log = self.coordinator.log_path
+        self.wait_until(
+            lambda: log.read_text().count(_WORKER_UP) >= ranks,
+            self.options.ready_timeout_s,
+            "all workers to be up",
+            self.coordinator.tail,
         )
 
     def hand_off(self, requests: Sequence[Request], prefill: EngineGroup, decode: EngineGroup) -> None:
