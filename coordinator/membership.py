@@ -8,23 +8,17 @@ dead, or silent while its place is contested: a live rank is never pushed out by
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import select
-import stat
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from coordinator.errors import LayoutError
+from coordinator import acceptance
+from coordinator.deaths import Deaths
 from coordinator.groups import Group, Rank
-from coordinator.layout import Layout
 from coordinator.logs import get_logger
-from coordinator.messages import EXTERNAL, VERSION, Hello, Refused, Role
+from coordinator.messages import Hello, Refused, Role
 from coordinator.reasons import Reason
-from coordinator.rooms import pairing
 from coordinator.watch import Watch
-from coordinator.worker.settings import is_pool_path
 
 if TYPE_CHECKING:
     from coordinator.config import Config
@@ -33,9 +27,6 @@ if TYPE_CHECKING:
 #: The holder of a contested place has this many heartbeats to show that it is alive.
 CONTEST_HEARTBEATS: Final = 3
 
-#: A field of /proc/PID/stat, counted from behind the name, and what the kernel sets in it when an end begins.
-_FLAGS: Final = 6
-_PF_EXITING: Final = 0x4
 #: A lost rank that is not heard of for this long is not waited for any more (case C16).
 FORGET_AFTER_S: Final = 600.0
 
@@ -84,15 +75,14 @@ class Membership:
         self._lost: Watch[Rank] = Watch(FORGET_AFTER_S, self._forget)
         self._contests: dict[Rank, tuple[int, float]] = {}
         self._overflows: dict[Group, tuple[int, float]] = {}
-        self._pidfds: dict[Rank, int] = {}
-        self._here = (_read("/proc/sys/kernel/random/boot_id"), _namespace())
+        self._deaths = Deaths(self._died)
 
     def hello(self, hello: Hello, identity: bytes, epoch: int) -> Rank | Refused:
         """Give a rank its place, or say why it cannot have it."""
         problem = self.unusable(hello) or self._outlived(hello, epoch)
         if problem is not None:
             return self.refused(hello, "hello", problem, fatal=True)
-        problem = self._incompatible(hello)
+        problem = acceptance.incompatible(hello, self.groups)
         if problem is not None:
             # While ranks are still coming back to a new coordinator, one that fits may be among them.
             gathering = asyncio.get_running_loop().time() < self.gathers_until_s
@@ -150,21 +140,17 @@ class Membership:
             self._lost.discard(rank)
             if self._config.backend.hosting != "rank":
                 # Else what runs in its process is still to be waited for.
-                self._unwatch(rank)
+                self._deaths.unwatch(rank)
             rank.group.drained()
             self._events.gone(rank)
             self._drop_if_empty(rank.group)
 
     def confirm_alive(self, rank: Rank) -> bool:
         """Look at once whether a rank's process still runs; one that does not is lost on the spot."""
-        pidfd = self._pidfds.get(rank)
-        if pidfd is None:
-            return rank.alive
-        pid = rank.hello.process.pid
-        if _readable(pidfd):
+        if self._deaths.is_over(rank):
             self._died(rank)
-        elif _is_ending(pid):
-            # Its lines break now, its pidfd follows when its memory is given back: 0.3 s later for 1 GiB.
+        elif self._deaths.is_ending(rank):
+            pid = rank.hello.process.pid
             self.lose(rank, _loss(rank), f"the process of {rank.name} (pid {pid}) is dying", gone=False)
         return rank.alive
 
@@ -196,8 +182,7 @@ class Membership:
         """Stop watching."""
         self._silence.close()
         self._lost.close()
-        for rank in list(self._pidfds):
-            self._unwatch(rank)
+        self._deaths.close()
 
     # Taking a place
 
@@ -213,7 +198,7 @@ class Membership:
             rank.applied = 0  # until it tells
         rank.received = hello.confirmed
         self._silence.sign(rank)
-        self._watch(rank)
+        self._deaths.watch(rank)
         _log.info(
             "rank.joined", rank=rank.name, role=group.role.value, world_size=group.world_size,
             pid=hello.process.pid, instance=f"{hello.instance:x}", missing=group.missing(),
@@ -273,58 +258,19 @@ class Membership:
 
     def unusable(self, hello: Hello) -> str | None:
         """Say in one sentence why this hello can never be accepted as things are."""
-        return self._malformed(hello) or self._unmappable(hello) or self._unlike(hello)
-
-    def _malformed(self, hello: Hello) -> str | None:
-        """Look at the hello by itself."""
-        if hello.version != VERSION:
-            return f"protocol version {hello.version} is not spoken here; this coordinator speaks {VERSION}"
-        if hello.rank >= hello.world_size:
-            return f"rank {hello.rank} does not exist in a group of world size {hello.world_size}"
-        problem = _other_backend(hello, self._config.backend.name)
-        if problem is not None:
-            return problem
-        try:
-            hello.layout.check(hello.world_size)
-        except LayoutError as error:
-            return f"layout: {error}"
-        need = hello.layout.pool_bytes(hello.pool.pages, hello.world_size, hello.rank)
-        if need != hello.pool.size_bytes:
-            return (
-                f"pool: {hello.pool.pages} pages of this layout are {need} bytes, not {hello.pool.size_bytes}"
-            )
-        return None
-
-    def _unmappable(self, hello: Hello) -> str | None:
-        """See that the rank's memory can be reached in the way that its role needs."""
-        share = hello.layout.share(hello.world_size, hello.rank)
-        planes, regions = share.layers * hello.layout.sections[0].planes, hello.pool.regions
-        if planes % regions:
-            return f"pool: {planes} planes cannot be shared out evenly over {regions} regions"
-        if hello.role is Role.DECODE:
-            return (
-                None if hello.endpoint else "endpoint: a decode rank must say where its memory can be reached"
-            )
-        if self._config.backend.hosting == "coordinator" and hello.backend != EXTERNAL:
-            return _bad_pool(hello.pool.path, hello.pool.size_bytes)
-        # Whatever memory it is, its worker is where it is.
-        return None
+        backend = self._config.backend
+        return (
+            acceptance.malformed(hello, backend.name)
+            or acceptance.unmappable(hello, backend.hosting)
+            or self._unlike(hello)
+        )
 
     def _unlike(self, hello: Hello) -> str | None:
         """Compare with the group's other members."""
         group = self.groups.get(hello.group)
         if group is None:
             return None
-        fields: dict[str, tuple[object, object]] = {
-            "role": (group.role, hello.role),
-            "world_size": (group.world_size, hello.world_size),
-        } | {
-            f"layout.{field}": (getattr(group.layout, field), getattr(hello.layout, field))
-            for field in Layout.__struct_fields__
-        }
-        different = [
-            f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs
-        ]
+        different = acceptance.differences(hello, group)
         if not different:
             return None
         if not any(self.confirm_alive(rank) for rank in group.live):
@@ -335,25 +281,6 @@ class Membership:
             self.groups.pop(group.name, None)
             return None
         return f"group {group.name} is registered otherwise: {', '.join(different)}"
-
-    def _incompatible(self, hello: Hello) -> str | None:
-        """Compare with the groups of the other side: one of them at least must fit.
-
-        A group that is known was accepted once, whoever of the other side is there today.
-        """
-        if hello.group in self.groups:
-            return None
-        others = [group for group in self.groups.values() if group.role is not hello.role and group.live]
-        problems = []
-        for group in others:
-            if hello.role is Role.PREFILL:
-                pair = pairing(hello.layout, hello.world_size, group.layout, group.world_size)
-            else:
-                pair = pairing(group.layout, group.world_size, hello.layout, hello.world_size)
-            if not isinstance(pair, str):
-                return None
-            problems.append(f"does not fit {group.name}: {pair}")
-        return "; ".join(problems) or None
 
     def _outlived(self, hello: Hello, epoch: int) -> str | None:
         """Find a rank that has been here, and was taken for dead or not waited for any longer.
@@ -374,33 +301,10 @@ class Membership:
         _log.warning("rank.refused", rank=f"{hello.group}/{hello.rank}", pid=hello.process.pid, error=message)
         return Refused(code, message, fatal=fatal)
 
-    # Watching
-
-    def _watch(self, rank: Rank) -> None:
-        """See the death of a process on this host at once; elsewhere only its silence tells."""
-        process = rank.hello.process
-        if (process.boot_id, process.pid_namespace) != self._here:
-            return
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            # It died while its hello was on the way.
-            asyncio.get_running_loop().call_soon(self._died, rank)
-            return
-        except (OSError, OverflowError) as error:
-            _log.warning("rank.unwatched", rank=rank.name, pid=process.pid, error=str(error))
-            return
-        self._pidfds[rank] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._died, rank)
-
-    def _unwatch(self, rank: Rank) -> None:
-        pidfd = self._pidfds.pop(rank, None)
-        if pidfd is not None:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
+    # Being lost
 
     def _died(self, rank: Rank) -> None:
-        self._unwatch(rank)
+        self._deaths.unwatch(rank)
         self.lose(
             rank, _loss(rank), f"the process of {rank.name} (pid {rank.hello.process.pid}) died", gone=True
         )
@@ -432,62 +336,3 @@ def _loss(rank: Rank) -> Reason:
 def restart_reason(rank: Rank) -> Reason:
     """Why the handoffs of a rank fail whose place is taken."""
     return Reason.RANK_LOST if rank.group.role is Role.PREFILL else Reason.PEER_RESTARTED
-
-
-def _other_backend(hello: Hello, ours: str) -> str | None:
-    """Say that the rank's backend is not ours."""
-    if EXTERNAL in {hello.backend, ours} and (hello.role is Role.DECODE or hello.backend != ours):
-        return (
-            f"backend: this coordinator uses {ours!r}, the {hello.role} rank has {hello.backend!r}; prefill "
-            f"engines that move the pages by themselves need one with {EXTERNAL!r}, which is for them alone"
-        )
-    # A prefill rank whose worker we spawn names none: it has only the memory.
-    if hello.backend != ours and (hello.backend or hello.role is Role.DECODE):
-        return f"backend: this coordinator uses {ours!r}, the rank has {hello.backend!r}"
-    return None
-
-
-def _bad_pool(path: str, size_bytes: int) -> str | None:
-    """Say why a pool file must not be mapped. The worker looks again when it opens it."""
-    if not is_pool_path(path):
-        return (
-            f"pool: {path!r} is no pool file of ours in /dev/shm; use KVPool.allocate, or, for memory that "
-            "cannot be shared (a GPU's, a private one, another node's), set backend.hosting = \"rank\""
-        )
-    try:
-        found = os.lstat(path)
-    except OSError as error:
-        return (
-            f"pool: {path} cannot be seen from here ({error.strerror}); containers need one shared /dev/shm"
-        )
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        return f"pool: {path} is not a regular file of the coordinator's user"
-    if found.st_size != size_bytes:
-        return f"pool: {path} has {found.st_size} bytes, not {size_bytes}"
-    return None
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - /proc, no Path needed
-        return file.read().strip()
-    return ""
-
-
-def _readable(fd: int) -> bool:
-    # Not select.select: that one takes no descriptor over 1023.
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _is_ending(pid: int) -> bool:
-    """Whether the kernel has begun to end the process; ``pid`` must not have been given to another one."""
-    # Field 9 of the line; what stands before it in parentheses may contain anything.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return len(fields) > _FLAGS and bool(int(fields[_FLAGS]) & _PF_EXITING)
-
-
-def _namespace() -> int:
-    with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - as above
-    return 0

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from coordinator.membership import _is_ending, _readable
+from coordinator.deaths import is_ending, readable
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ _PROGRAM = (
 )
 
 
-def test_only_a_process_that_was_killed_is_ending(programs: Programs) -> None:
+def test_only_a_process_that_was_killedis_ending(programs: Programs) -> None:
     program = programs.python("-c", _PROGRAM)
     program.says("named")
     pid = program.process.pid
-    assert not _is_ending(pid)
+    assert not is_ending(pid)
     pidfd = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGSTOP)
-        assert not _is_ending(pid)
+        assert not is_ending(pid)
         os.kill(pid, signal.SIGKILL)
         # It is not reaped yet: whenever the pidfd tells, the flag has been there before.
-        eventually(lambda: _readable(pidfd))
-        assert _is_ending(pid)
+        eventually(lambda: readable(pidfd))
+        assert is_ending(pid)
     finally:
         os.close(pidfd)
     program.wait()
-    assert not _is_ending(pid)
+    assert not is_ending(pid)
