@@ -5,9 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from backends.base import BackendError, Link, Status
+from tests.backends.crooked import crooked
 from tests.backends.rigs import (
     LARGE_BYTES,
     Peer,
@@ -92,7 +91,7 @@ def of_mistakes(backend: Backend, peer: Peer) -> dict[str, str]:
     """Calls that are wrong."""
     link = backend.connect("peer", peer.endpoint)
     damaged = peer.endpoint[: len(peer.endpoint) // 2]
-    lie = lying(peer.endpoint)
+    lie = crooked(peer.endpoint, "half out of what is registered", LARGE_BYTES)
     return {
         "a write of no blocks": error_of(lambda: link.write([])),
         "a write outside of the memory": error_of(lambda: link.write([whole(2 * LARGE_BYTES)])),
@@ -177,15 +176,3 @@ def error_of(call: Callable[[], Transfer | Link]) -> str:
     if until_terminal(made) is Status.FAILED:
         return type(made.error).__name__
     return made.status.value
-
-
-def lying(endpoint: bytes) -> bytes:
-    """The endpoint, with region 0 half out of what is registered."""
-
-    def lie(fields: Any) -> Any:  # noqa: ANN401 - both kinds of endpoints have regions of [address, size, ...]
-        if isinstance(fields, list) and fields and isinstance(fields[0], list):
-            (address, *rest), *others = fields
-            return [[address + LARGE_BYTES // 2, *rest], *others]
-        return fields
-
-    return msgspec.msgpack.encode([lie(fields) for fields in msgspec.msgpack.decode(endpoint)])

@@ -1,122 +1,20 @@
-"""The native engines under a real coordinator, with real ranks: the same fault has the same verdict."""
+"""The native engines under a real coordinator, with real ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
 
-import psutil
 import pytest
 
-from coordinator.client import Layout
 from coordinator.messages import Role
-from scripts.benches.support.deployment import Deployment
 from scripts.benches.support.process_cost import cpu_s
-from tests.backends.rigs import needs_mooncake, needs_nixl
-from tests.faults.native.rank import Await, End, Say
+from tests.faults.native.rank import End
+from tests.faults.native.world import BACKENDS, PATIENCE_S, ends, hand_over, running, say
 from tests.support.waiting import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from scripts.benches.support.deployment import RankHandle, Tables
-
-BACKENDS: Final = [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
-#: A page has 1 MiB over its planes; all pages are more than the buffers of a connection take.
-LAYOUT: Final = Layout(layers=32, page_tokens=16, kv_heads=4, head_size=128, dtype="bfloat16")
-ALL_PAGES: Final = 64
-PATIENCE_S: Final = 30.0
-#: Ranks are stopped here: their silence must not be what ends the handoffs.
-SILENCE_IS_FINE: Final[Tables] = {"rank": {"lost_after_s": 600.0}}
-
-
-def options(backend: str, lost_s: float, connect_s: float) -> dict[str, Any]:
-    """After which time a peer is lost, and how long a connect may take."""
-    if backend == "nixl":
-        lost = {"tcp_user_timeout_s": lost_s, "connect_timeout_s": connect_s}
-        return {"transports": "tcp", "devices": "lo", **lost}
-    return {"peer_timeout_s": lost_s, "connect_timeout_s": connect_s}
-
-
-class World:
-    """A coordinator and native ranks."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        """Start with no rank."""
-        self._deployment = deployment
-        self._paths: dict[RankHandle, str] = {}
-
-    def start(self, role: Role, group: str) -> RankHandle:
-        """Start a rank that is a whole engine; it is ready, and so is its worker if it has one."""
-        (rank,) = self._deployment.start(role, group, 1, pages=ALL_PAGES, layout=LAYOUT)
-        self._deployment.wait_ready()
-        self._paths[rank] = rank.hear(PATIENCE_S)
-        return rank
-
-    def worker_of(self, prefill: RankHandle) -> psutil.Process:
-        """The process that sends for a rank: beside the rank, the one that has its memory."""
-
-        def found() -> psutil.Process | None:
-            for process in psutil.Process(self._deployment.coordinator.pid).children(recursive=True):
-                try:
-                    if self._paths[prefill] in Path(f"/proc/{process.pid}/maps").read_text():
-                        return process
-                except OSError:
-                    continue
-            return None
-
-        process = eventually(found, PATIENCE_S, f"the worker of {prefill.name}")
-        assert process is not None
-        return process
-
-    @property
-    def coordinator_pid(self) -> int:
-        """The coordinator's process."""
-        return self._deployment.coordinator.pid
-
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        """All lines of the coordinator's log of one kind; it must be alive."""
-        self._deployment.check()
-        # The last line may be half written.
-        lines = self._deployment.coordinator.log_path.read_text().split("\n")[:-1]
-        return [line for line in map(json.loads, lines) if line["event"] == event]
-
-
-@contextmanager
-def running(backend: str, tables: Tables, lost_s: float, connect_s: float) -> Iterator[World]:
-    """Run a coordinator."""
-    tables = {**SILENCE_IS_FINE, **tables}
-    with Deployment(
-        "tests.faults.native.rank", tables, backend=backend, options=options(backend, lost_s, connect_s)
-    ) as deployment:
-        yield World(deployment)
-
-
-def say(rank: RankHandle, *rooms: int, pages: int = ALL_PAGES) -> None:
-    """Have the rank send or offer pages; the coordinator has heard it when this returns."""
-    rank.tell(Say(list(rooms), pages))
-    assert rank.hear(PATIENCE_S) == "said"
-
-
-def ends(rank: RankHandle, *rooms: int) -> list[End]:
-    """Wait for the outcomes of these rooms at a rank."""
-    rank.tell(Await(list(rooms)))
-    return [End(*end) for end in rank.hear(PATIENCE_S)]
-
-
-def hand_over(prefill: RankHandle, decode: RankHandle, room: int) -> str:
-    """Hand over a room; the reason that both sides hear."""
-    say(decode, room)
-    say(prefill, room)
-    (end,), (other,) = ends(prefill, room), ends(decode, room)
-    assert end == other
-    return end.reason
 
 
 def rests(pid: int) -> bool:
@@ -138,51 +36,6 @@ def wakes(pid: int) -> int:
         int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
         for text in map(Path.read_text, threads)
     )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_fault_has_the_same_reason(backend: str) -> None:
-    """Cases C07, C10, C11: and the peer is served again as soon as it can be."""
-    with running(backend, {}, lost_s=2, connect_s=2) as world:
-        prefill, decode = world.start(Role.PREFILL, "prefill"), world.start(Role.DECODE, "decode")
-        assert hand_over(prefill, decode, 1) == "succeeded"
-        worker = world.worker_of(prefill)
-        reasons = {}
-
-        say(decode, 2)
-        decode.child.stop()
-        say(prefill, 2)
-        (end,) = ends(prefill, 2)
-        reasons["decode stopped, in the middle"] = end.reason
-        decode.child.cont()
-        assert hand_over(prefill, decode, 3) == "succeeded"
-        # Over a new link: the old one was given up.
-        eventually(lambda: len(world.logged("peer.connected")) == 2, PATIENCE_S)
-
-        say(decode, 4)
-        decode.child.stop()
-        say(prefill, 4)
-        decode.kill()
-        (end,) = ends(prefill, 4)
-        reasons["decode dead, in the middle"] = end.reason
-        decode = world.start(Role.DECODE, "decode")
-        assert hand_over(prefill, decode, 5) == "succeeded"
-        assert worker.is_running()
-        assert len(world.logged("worker.up")) == 1
-
-        say(decode, 6)
-        decode.child.stop()
-        other = world.start(Role.PREFILL, "other")
-        say(other, 6)
-        (end,) = ends(other, 6)
-        reasons["decode stopped, at the first contact"] = end.reason
-        decode.child.cont()
-
-    assert reasons == {
-        "decode stopped, in the middle": "transport",
-        "decode dead, in the middle": "peer_lost",
-        "decode stopped, at the first contact": "connect",
-    }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

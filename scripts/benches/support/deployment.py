@@ -222,8 +222,8 @@ class Deployment:
             ranks.append(rank)
         return ranks
 
-    def wait_ready(self) -> None:
-        """Wait until all ranks that were started hear the coordinator, and all workers are up.
+    def wait_ready(self, *, workers: bool = True) -> None:
+        """Wait until all ranks that were started hear the coordinator, and all ``workers`` are up.
 
         Raises:
             SimulationError: one does not in time.
@@ -240,7 +240,8 @@ class Deployment:
         for rank in ranks:
             rank.hear(READY_S)
         # A worker that is starting takes CPU time from what is measured.
-        self.wait_for_log("worker.up", self._prefill_ranks)
+        if workers:
+            self.wait_for_log("worker.up", self._prefill_ranks)
 
     def check(self) -> None:
         """Raise SimulationError when the coordinator has ended."""
