@@ -238,4 +238,6 @@ def test_options_that_the_engine_refuses_are_told(backend: str) -> None:
     with running(backend, {f"backend.options.{backend}": {"no_such_option": 1}}, 2, 2) as world:
         decode = world.start(Role.DECODE, "decode")
         prefill = world.start(Role.PREFILL, "prefill", works=False)
+        (death,) = eventually(lambda: world.logged("worker.died"), PATIENCE_S)
+        assert not death["restarts"]
         assert hand_over(prefill, decode, 1) == "internal"
