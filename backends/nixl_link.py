@@ -44,7 +44,11 @@ PROBE: Final = 2
 SCRAP_BYTES: Final = 3 * PROBE_BYTES
 MAX_OUTSTANDING: Final = 64
 _SCRAP_GRID: Final = Grid(0, 0, PROBE_BYTES, PROBE_BYTES, 3)
-_PROBE_POLL_S: Final = 0.0002
+#: How soon a probe is asked after: a share of the time that it has taken so far, within two bounds. A peer
+#: that is stopped may be waited for as long as a connect may take, and costs next to nothing meanwhile.
+_PROBE_SHARE: Final = 0.05
+_MIN_PROBE_POLL_S: Final = 0.0002
+_MAX_PROBE_POLL_S: Final = 0.05
 _FENCE_WAIT_S: Final = 5.0
 _MAX_PREPARED: Final = 128
 
@@ -190,13 +194,14 @@ class NixlLink(Link):
         destination = self._agent.prepare(self._remote_agent, remote, _SCRAP_GRID)
         blocks = np.array([PROBE], np.int32), np.array([block], np.int32)
         request = self._agent.make(source, blocks[0], destination, blocks[1])
-        end_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         done = self._agent.post(request)
         while not done:
-            if time.monotonic() > end_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > timeout_s:
                 message = f"its engine did not answer within {timeout_s:g} s"
                 raise BackendError(message)
-            time.sleep(_PROBE_POLL_S)
+            time.sleep(min(max(_PROBE_SHARE * waited_s, _MIN_PROBE_POLL_S), _MAX_PROBE_POLL_S))
             done = self._agent.done(request)
         self._agent.release([request])
         self._agent.forget_prepared()

@@ -20,13 +20,13 @@ from tests.support.waiting import eventually
 def rests(pid: int) -> bool:
     """Whether a process hardly wakes up, and takes next to no CPU time, over a while.
 
-    The bounds tell rest from work, on a busy host too, where a wake-up costs several times more: 0.6 to
-    1.1 % of a core were measured on one. What it is on a quiet one, ``scripts/bench idle`` says.
+    22 wake-ups a second and 0.8 % of a core were measured for a worker that waits for a stopped peer, on a
+    busy host. One that polls as long as it can wakes up thousands of times.
     """
     before, before_s, began_s = wakes(pid), cpu_s(pid), time.monotonic()
     time.sleep(2.0)  # the time that passes is what is looked at
     passed_s = time.monotonic() - began_s
-    return wakes(pid) - before < 1000 * passed_s and cpu_s(pid) - before_s < 0.2 * passed_s
+    return wakes(pid) - before < 100 * passed_s and cpu_s(pid) - before_s < 0.05 * passed_s
 
 
 def wakes(pid: int) -> int:
@@ -93,17 +93,30 @@ def test_a_slow_first_contact_has_a_budget_of_its_own(backend: str) -> None:
         assert connected["seconds"] > 2.0
 
 
+@pytest.mark.parametrize("connected", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_thousand_in_flight_of_which_nothing_moves_cost_next_to_nothing(backend: str) -> None:
-    """Case C50: decode is stopped, so some stand in the engine and all others wait behind them."""
+def test_a_thousand_in_flight_of_which_nothing_moves_cost_next_to_nothing(
+    backend: str, *, connected: bool
+) -> None:
+    """Case C50: decode is stopped, so some stand in the engine and all others wait behind them.
+
+    Or all of them wait for the link to it.
+    """
     rooms = range(1, 1001)
-    with running(backend, {"handoff": {"stall_s": 60.0}}, lost_s=60, connect_s=10) as world:
-        prefill, decode = world.start(Role.PREFILL, "prefill"), world.start(Role.DECODE, "decode")
+    with running(backend, {"handoff": {"stall_s": 60.0}}, lost_s=60, connect_s=60) as world:
+        decode = world.start(Role.DECODE, "decode")
         say(decode, *rooms, pages=8)
-        decode.child.stop()
+        if connected:
+            prefill = world.start(Role.PREFILL, "prefill")
+            eventually(lambda: world.logged("peer.connected"), PATIENCE_S)
+            decode.child.stop()
+        else:
+            decode.child.stop()
+            prefill = world.start(Role.PREFILL, "prefill")
         say(prefill, *rooms, pages=8)
-        eventually(lambda: len(world.logged("handoff.moving")) == 1000, PATIENCE_S, "all are in flight")
+        world.await_moving(*rooms)
         # A lane comes to rest by and by: its sleeps are a share of the time in which nothing happened.
         for pid in (world.coordinator_pid, world.worker_of(prefill).pid):
             eventually(partial(rests, pid), PATIENCE_S, "it is at rest")
         assert not {line["room"] for line in world.logged("handoff.outcome")} & set(rooms)
+        assert bool(world.logged("peer.connected")) == connected
