@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from coordinator.errors import LayoutError
 from coordinator.layout import Layout
 from coordinator.messages import EXTERNAL, VERSION, Hello, Role
-from coordinator.rooms import pairing
+from coordinator.pairing import pairing
 from coordinator.worker.settings import is_pool_path
 
 if TYPE_CHECKING:

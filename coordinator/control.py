@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from coordinator.broadcast import MAX_EVENTS
 from coordinator.errors import ProtocolError
 from coordinator.groups import Rank
+from coordinator.items import Items
 from coordinator.logs import get_logger
 from coordinator.messages import (
     VERSION,
@@ -78,7 +79,7 @@ class Control:
         self._config = config
         self._epoch = epoch
         self._membership = membership
-        self._rooms = rooms
+        self._items = Items(rooms, counters)
         self._transfers = transfers
         self._broadcaster = broadcaster
         self._counters = counters
@@ -190,7 +191,7 @@ class Control:
             return
         for item in submit.items[known:]:
             rank.received += 1
-            refusal = self._rooms.handle(rank, item)
+            refusal = self._items.handle(rank, item)
             if refusal is not None:
                 self._answer(identity, refusal)
         # Last, and not over a gap: the engine may have drained a verdict after it said these items.

@@ -21,11 +21,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from coordinator.endings import Ended
 from coordinator.events import INHERITED, Inherited, MoveQuiet
 from coordinator.logs import get_logger
 from coordinator.messages import Elsewhere, Hello, Outcome, Refused, Released, Role, Unreleased
 from coordinator.reasons import Reason
-from coordinator.rooms import Ended
 from coordinator.testimony import Testimony, agrees
 from coordinator.watch import Watch
 
@@ -234,7 +234,7 @@ class Reattach:
         for left in unreleased:
             if (left.room, left.attempt) in told:
                 continue
-            ended = self._rooms.ended(left.room)
+            ended = self._rooms.endings.get(left.room)
             known = ended if ended is not None and ended.attempt == left.attempt else None
             if group.moves_itself and (known is None or known.failure is not None):
                 failure = None if known is None else known.failure
@@ -259,9 +259,9 @@ class Reattach:
                 attempt, event.failure, None, Elsewhere(group.lineage, number), inherited=True, aux=aux
             )
             self._claim(event, ended, other)
-            known = self._rooms.ended(room)
+            known = self._rooms.endings.get(room)
             if known is None or known.attempt < attempt:
-                self._rooms.remember(room, ended)
+                self._rooms.endings.remember(room, ended)
                 learned.add(room)
             elif known.attempt == attempt and known.unaware is group.role:
                 known.unaware = None
@@ -307,7 +307,7 @@ class Reattach:
 
     def _correct(self, room: int, unaware: Role) -> None:
         """See to a handoff that has begun before a verdict of the former epoch came to light."""
-        known, handoff = self._rooms.ended(room), self._rooms.active[room]
+        known, handoff = self._rooms.endings.get(room), self._rooms.active[room]
         if known is None or handoff.machine.attempt > known.attempt:
             return
         group = handoff.prefill if unaware is Role.PREFILL else handoff.decode
@@ -327,7 +327,7 @@ class Reattach:
         """See to a room that a rank of ``group`` believes to be in flight."""
         if group.ended.get(held.room, 0) > held.after:
             return  # another rank of the group has heard the verdict: it is replayed
-        known = self._rooms.ended(held.room)
+        known = self._rooms.endings.get(held.room)
         if known is not None and known.unaware is group.role and known.attempt > held.attempt:
             self._rooms.adopt(group, held.room, known)
             return

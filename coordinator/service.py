@@ -18,12 +18,13 @@ from coordinator.membership import Membership
 from coordinator.messages import Role
 from coordinator.metrics import Counters
 from coordinator.overview import Overview
+from coordinator.pairing import pairing
 from coordinator.private import PrivateDirectory
 from coordinator.quarantine import Quarantine
 from coordinator.reasons import Reason
 from coordinator.reattach import Reattach
 from coordinator.release import Releases
-from coordinator.rooms import Rooms, pairing
+from coordinator.rooms import Rooms
 from coordinator.transfers import Transfers
 from coordinator.worker.hosted import HostedWorker
 from coordinator.worker.settings import WorkerSettings

@@ -168,7 +168,7 @@ class Views:
         handoff = rooms.active.get(room) or rooms.recent.get(room)
         if handoff is None:
             handoff = next((held for held in rooms.unreleased if held.room == room), None)
-        ended = rooms.ended(room)
+        ended = rooms.endings.get(room)
         if ended is not None and (handoff is None or handoff.machine.attempt < ended.attempt):
             return answers.Ended(room=str(room), attempt=ended.attempt, failure=_failed(ended.failure))
         return None if handoff is None else self._story(handoff)

@@ -323,7 +323,7 @@ async def test_an_item_that_breaks_the_coordinator_harms_no_other_message(
     async with Stage() as stage:
         (rank,) = await stage.group(Role.DECODE, "d", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(stage.service.rooms, "handle", lambda *_: 1 / 0)
+            patch.setattr(stage.service.control._items, "handle", lambda *_: 1 / 0)
             rank.cancel(7)
             await eventually_async(lambda: errors)
         assert isinstance(errors[0]["exception"], ZeroDivisionError)

@@ -1,0 +1,55 @@
+"""How the last attempt of each room has ended: for attempt numbers, and for sides that never heard."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from coordinator.messages import Elsewhere, Role
+from coordinator.reasons import Failure
+
+#: How many ended rooms are remembered.
+REMEMBERED: Final = 16384
+
+
+class Ended(msgspec.Struct):
+    """The last attempt of a room, and how it ended.
+
+    ``unaware`` is the side that was not known when it failed, and has not heard of it, if any;
+    ``elsewhere`` is where the other one has. One that is ``inherited`` is known from a former coordinator's
+    ranks, and may have been told to that side all the same. ``aux`` are the side data of a success, None
+    when nobody remembers them.
+    """
+
+    attempt: int
+    failure: Failure | None
+    unaware: Role | None = None
+    elsewhere: Elsewhere | None = None
+    inherited: bool = False
+    aux: bytes | None = None
+
+
+class Endings:
+    """The rooms that ended last."""
+
+    def __init__(self) -> None:
+        """Remember none."""
+        self._ended: OrderedDict[int, Ended] = OrderedDict()
+
+    def get(self, room: int) -> Ended | None:
+        """How the last attempt of a room ended, as far as it is remembered."""
+        return self._ended.get(room)
+
+    def next_attempt(self, room: int) -> int:
+        """Return the number of a room's next attempt."""
+        ended = self._ended.get(room)
+        return ended.attempt + 1 if ended is not None else 1
+
+    def remember(self, room: int, ended: Ended) -> None:
+        """Remember how a room ended, and forget the room that ended longest ago."""
+        self._ended[room] = ended
+        self._ended.move_to_end(room)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
