@@ -1,6 +1,8 @@
 """Handoffs a second, everything on two cores, and what each costs the coordinator.
 
-``bare_task_us`` is the CPU time of one task with a time-out on this host that does nothing else.
+The ranks' and the workers' CPU time are those of all 16 and 8 of them together: with the coordinator's
+they are what the two cores have to do. ``bare_task_us`` is the CPU time of one task with a time-out on this
+host that does nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from coordinator.messages import Role
 from scripts.benches import at_least, at_most
 from scripts.benches.support import yardsticks
 from scripts.benches.support.deployment import Deployment
-from scripts.benches.support.process_cost import cpu_s, two_cores
+from scripts.benches.support.process_cost import children, cpu_s, two_cores
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -48,6 +50,15 @@ class Sample(NamedTuple):
     at_s: float
 
 
+class Cost(NamedTuple):
+    """Handoffs a second, and CPU microseconds of each in the coordinator, all ranks, and all workers."""
+
+    per_s: float
+    coordinator_us: float
+    ranks_us: float
+    workers_us: float
+
+
 def run(arguments: Arguments) -> dict[str, float]:
     """Measure.
 
@@ -57,34 +68,43 @@ def run(arguments: Arguments) -> dict[str, float]:
     """
     warm_s, measured_s = (1.0, 2.0) if arguments.quick else (3.0, 10.0)
     with two_cores():
-        tp1_per_s, _ = measure(1, TP1_WINDOW, warm_s, measured_s)
-        tp8_per_s, tp8_cpu_us = measure(8, TP8_WINDOW, warm_s, measured_s)
+        tp1 = measure(1, TP1_WINDOW, warm_s, measured_s)
+        tp8 = measure(8, TP8_WINDOW, warm_s, measured_s)
         bare_task_us = yardsticks.task_us()
     return {
-        "tp1_per_s": tp1_per_s,
-        "tp8_per_s": tp8_per_s,
-        "tp8_coordinator_cpu_us": tp8_cpu_us,
+        "tp1_per_s": tp1.per_s,
+        "tp8_per_s": tp8.per_s,
+        "tp8_coordinator_cpu_us": tp8.coordinator_us,
+        "tp8_ranks_cpu_us": tp8.ranks_us,
+        "tp8_workers_cpu_us": tp8.workers_us,
         "bare_task_us": bare_task_us,
     }
 
 
-def measure(world_size: int, window: int, warm_s: float, measured_s: float) -> tuple[float, float]:
-    """Handoffs a second, and microseconds of the coordinator's CPU time for each."""
+def measure(world_size: int, window: int, warm_s: float, measured_s: float) -> Cost:
+    """Measure handoffs between ``world_size`` ranks on each side."""
     with Deployment(__name__, {}) as deployment:
         prefill = deployment.start(Role.PREFILL, "prefill", world_size, pages=window * PAGES)
         decode = deployment.start(Role.DECODE, "decode", world_size, pages=window * PAGES)
         deployment.wait_ready()
         for rank in (*prefill, *decode):
             rank.tell(window)
-        pid = deployment.coordinator.pid
+        coordinator = deployment.coordinator.pid
+        kinds = (
+            [coordinator],
+            [rank.child.pid for rank in (*prefill, *decode)],
+            children(coordinator),
+        )
         samples = []
         for pause_s in (warm_s, measured_s):
             time.sleep(pause_s)
             decode[0].tell("how far?")
-            samples.append((Sample(*decode[0].hear(_ANSWER_S)), cpu_s(pid)))
-    (first, first_cpu_s), (last, last_cpu_s) = samples
+            so_far = Sample(*decode[0].hear(_ANSWER_S))
+            samples.append((so_far, [sum(map(cpu_s, pids)) for pids in kinds]))
+    (first, before_s), (last, after_s) = samples
     handoffs = last.succeeded - first.succeeded
-    return handoffs / (last.at_s - first.at_s), 1e6 * (last_cpu_s - first_cpu_s) / handoffs
+    spent_us = [1e6 * (after - before) / handoffs for before, after in zip(before_s, after_s, strict=True)]
+    return Cost(handoffs / (last.at_s - first.at_s), *spent_us)
 
 
 def engine(rank: PrefillRank | DecodeRank, driver: Connection) -> None:
