@@ -77,9 +77,9 @@ class Service:
         self.reattach = self.control.reattach = Reattach(
             config, self.membership, self.rooms, self.transfers, self.control.answer_hello
         )
-        self.control.lodging = self.reattach.lodging = issubclass(self._hire, HostedWorker)
-        self.rooms.met = self.reattach.judge
-        self.rooms.release = self.reattach.release
+        self.control.lodging = self.reattach.pages.lodging = issubclass(self._hire, HostedWorker)
+        self.rooms.met = self.reattach.former.judge
+        self.rooms.release = self.reattach.pages.release
         self.transfers.confirm_alive = self.membership.confirm_alive
         self.rooms.releases = self.releases
         self.quarantine = self.rooms.quarantine = Quarantine(self._quarantine_budget)

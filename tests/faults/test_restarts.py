@@ -12,9 +12,9 @@ from coordinator.client import recollection
 from coordinator.client.inbox import Head
 from coordinator.client.standing import RankState
 from coordinator.errors import RefusedError
+from coordinator.former_rooms import LOST
 from coordinator.messages import Cancel, Offer, Open, Outcome, Released, Role, Send
 from coordinator.reasons import Failure, Reason
-from coordinator.reattach import LOST
 from coordinator.rooms import SIDE_DATA_LOST
 from tests.faults.chaos.deployment import SETTINGS, Deployment
 from tests.service.peers import LAYOUT, pages
