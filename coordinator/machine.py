@@ -2,7 +2,7 @@
 
 Theory of operation
     Events go in through one door, ``HandoffMachine.apply``; effects come out and somebody else
-    carries them out. What each state does with each event is data: ``TABLE``. A pair that is
+    carries them out. What each state does with each event is data: ``table.TABLE``. A pair that is
     missing there raises ``InvalidTransitionError`` and changes nothing.
 
         OPEN     offered and/or prefilling; no clock runs
@@ -59,6 +59,7 @@ from coordinator.events import (
 from coordinator.legs import Legs
 from coordinator.messages import Role
 from coordinator.reasons import Failure, Reason
+from coordinator.table import TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -341,58 +342,6 @@ class HandoffMachine:
         }
         return tuple(side for side in self.held if in_use[side])
 
-
-#: What each state does with each event. Terminal rows are explicit; a pair that stands nowhere is
-#: a bug of the caller: in MOVING both groups are known, so ``Paired`` cannot come again; a move
-#: is given up only by the verdict, so ``MoveQuiet`` cannot come before it; what a former coordinator
-#: left is taken over before anything else happens, so ``Inherited`` comes in OPEN alone.
-TABLE: Final[dict[State, dict[type[Event], str]]] = {
-    State.OPEN: {
-        Opened: "_opened",
-        Sent: "_sent",
-        Offered: "_offered",
-        Extended: "_extended",
-        Paired: "_paired",
-        Inherited: "_inherited",
-        Moved: "_moved",
-        MoveFailed: "_move_failed",
-        Aborted: "_aborted",
-    },
-    State.WAITING: {
-        Opened: "_opened",
-        Sent: "_sent",
-        Offered: "_offered",
-        Extended: "_extended_running",
-        Paired: "_paired",
-        Moved: "_moved",
-        MoveFailed: "_move_failed",
-        Aborted: "_aborted",
-    },
-    State.MOVING: {
-        Opened: "_opened",
-        Sent: "_sent",
-        Offered: "_offered",
-        Extended: "_extended_running",
-        Moved: "_moved",
-        MoveFailed: "_move_failed",
-        Aborted: "_aborted",
-    },
-    State.SUCCEEDED: dict.fromkeys(
-        (Opened, Sent, Offered, Extended, Paired, Inherited, Moved, MoveFailed, MoveQuiet, Aborted), "_late"
-    ),
-    State.FAILED: {
-        Opened: "_late",
-        Sent: "_late",
-        Offered: "_late",
-        Extended: "_late",
-        Paired: "_late",
-        Inherited: "_late",
-        Moved: "_moved_late",
-        MoveFailed: "_move_failed_late",
-        MoveQuiet: "_quieted",
-        Aborted: "_late",
-    },
-}
 
 _ROWS: Final[dict[State, dict[type[Event], Callable[[HandoffMachine, Any], list[Effect]]]]] = {
     state: {event: getattr(HandoffMachine, name) for event, name in row.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.machine import TABLE
+from coordinator.table import TABLE
 from scripts.state_diagram import TARGET, Found, explore, page
 
 

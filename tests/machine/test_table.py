@@ -33,9 +33,9 @@ from coordinator.events import (
     StartMove,
     State,
 )
-from coordinator.machine import TABLE
 from coordinator.messages import Role
 from coordinator.reasons import Failure, Reason
+from coordinator.table import TABLE
 
 from .support import (
     BROKEN,
