@@ -1,7 +1,8 @@
 """A file in ``/dev/shm`` that is gone when its owner is, however that ended.
 
 A janitor, a tiny process of its own, waits on a pipe that only the owner can write to. When the
-kernel closes the pipe because the owner was killed, the janitor removes the file.
+kernel closes the pipe because the owner was killed, the janitor removes the file. It is no child of the
+owner: engines are often killed together with all their descendants.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import contextlib
 import mmap
 import os
 import select
+import signal
 import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from coordinator.errors import PoolError
 from coordinator.worker.settings import new_pool_path
@@ -24,10 +26,12 @@ from coordinator.worker.settings import new_pool_path
 #: says when they cannot harm it any more.
 _JANITOR: Final = """
 import os, signal, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
-os.write(1, b"r")
-os.close(1)
+os.write(1, b"%d\\n" % os.getpid())
 if not os.read(0, 1):
     try:
         os.unlink(sys.argv[1])
@@ -60,7 +64,7 @@ class Segment:
         _check_space(self.path, size_bytes)
         self._owner = os.getpid()
         # The janitor comes first: there is no moment in which the file has nobody to remove it.
-        self._janitor = _start_janitor(self.path)
+        self._janitor = Janitor(self.path)
         self._remove = weakref.finalize(self, _remove, self.path, self._janitor, self._owner)
         _segments.add(self)
         try:
@@ -76,10 +80,7 @@ class Segment:
     def disown(self) -> None:
         """In a forked child: the file and its janitor are the parent's alone."""
         self._remove.detach()
-        if self._janitor.stdin is not None:
-            self._janitor.stdin.close()
-        # Not our child: without this, its destructor would complain that it still runs.
-        self._janitor.returncode = 0
+        self._janitor.disown()
 
 
 def _disown_all() -> None:
@@ -108,34 +109,73 @@ def _check_space(path: str, size_bytes: int) -> None:
         raise PoolError(message)
 
 
-def _start_janitor(path: str) -> subprocess.Popen[bytes]:
-    if not sys.executable:
-        message = "no pool without a Python interpreter to watch over its file: sys.executable is empty"
-        raise PoolError(message)
-    try:
-        janitor = subprocess.Popen(  # noqa: S603 - our own interpreter and our own text
-            # Isolated and without site: it must start fast and run nothing of the engine's environment.
-            [sys.executable, "-I", "-S", "-c", _JANITOR, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            # A key press or a signal to the owner's process group must not end it.
-            start_new_session=True,
-        )
-    except OSError as error:
-        message = f"the process that watches over {path} cannot be started: {error}"
-        raise PoolError(message) from error
-    assert janitor.stdout is not None  # noqa: S101 - it is a pipe, see above
-    with janitor.stdout:
-        poll = select.poll()
-        poll.register(janitor.stdout, select.POLLIN)
-        is_there = poll.poll(_JANITOR_START_S * 1000) and janitor.stdout.read(1)
-    if not is_there:
-        _dismiss(janitor)
-        message = f"the process that watches over {path} ({sys.executable}) does not start"
-        raise PoolError(message)
-    return janitor
+class Janitor:
+    """The process that removes a file when its owner is gone.
+
+    Attributes:
+        pid: its number.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        """Start it.
+
+        Raises:
+            PoolError: it does not start.
+
+        """
+        if not sys.executable:
+            message = "no pool without a Python interpreter to watch over its file: sys.executable is empty"
+            raise PoolError(message)
+        try:
+            starter = subprocess.Popen(  # noqa: S603 - our own interpreter and our own text
+                # Isolated and without site: it must start fast and run nothing of the engine's environment.
+                [sys.executable, "-I", "-S", "-c", _JANITOR, path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                # A key press or a signal to the owner's process group must not end it.
+                start_new_session=True,
+            )
+        except OSError as error:
+            message = f"the process that watches over {path} cannot be started: {error}"
+            raise PoolError(message) from error
+        assert starter.stdin is not None  # noqa: S101 - it is a pipe, see above
+        assert starter.stdout is not None  # noqa: S101 - as above
+        self._line, self._end = starter.stdin, starter.stdout
+        ready = _is_readable(self._end, _JANITOR_START_S) and self._end.readline()
+        if not ready:
+            starter.kill()
+        starter.wait()
+        if not ready:
+            self.disown()
+            message = f"the process that watches over {path} ({sys.executable}) does not start"
+            raise PoolError(message)
+        self.pid = int(ready)
+
+    def dismiss(self) -> None:
+        """Send it home and wait until it has gone."""
+        # It may have been killed; then it has nothing left to do.
+        with contextlib.suppress(BrokenPipeError), self._line:
+            self._line.write(b"x")
+        # Its end of the pipe is closed when it ends.
+        if not _is_readable(self._end, _JANITOR_EXIT_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._end.close()
+
+    def disown(self) -> None:
+        """Leave it to somebody else."""
+        self._line.close()
+        self._end.close()
+
+
+def _is_readable(pipe: IO[bytes], timeout_s: float) -> bool:
+    """Wait until there is something to read, or the other end is closed."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _create(path: str, size_bytes: int) -> mmap.mmap:
@@ -151,20 +191,7 @@ def _create(path: str, size_bytes: int) -> mmap.mmap:
         raise PoolError(message) from error
 
 
-def _remove(path: str, janitor: subprocess.Popen[bytes], owner: int) -> None:
+def _remove(path: str, janitor: Janitor, owner: int) -> None:
     if os.getpid() == owner:
         Path(path).unlink(missing_ok=True)
-        _dismiss(janitor)
-
-
-def _dismiss(janitor: subprocess.Popen[bytes]) -> None:
-    """Send the janitor home and wait for it, so that no zombie stays."""
-    assert janitor.stdin is not None  # noqa: S101 - it is a pipe, see where it is started
-    # It may have been killed; then it has nothing left to do.
-    with contextlib.suppress(BrokenPipeError), janitor.stdin:
-        janitor.stdin.write(b"x")
-    try:
-        janitor.wait(_JANITOR_EXIT_S)
-    except subprocess.TimeoutExpired:
-        janitor.kill()
-        janitor.wait()
+        janitor.dismiss()
