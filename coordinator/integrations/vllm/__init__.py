@@ -9,6 +9,7 @@ metadata of each step. The ranks' halves talk to the coordinator and report what
     orders     what the scheduler's half tells the ranks
     ranks      a rank's half: its clients, and what vLLM is told of their events
     desk       the requests that one client has at its coordinator
+    executor   opt-in: one rank reports for all
     geometry   from vLLM's KV tensors to a pool
     rooms      from a request's transfer id to its room
     settings   ``kv_connector_extra_config``

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -38,14 +39,33 @@ if TYPE_CHECKING:
     from coordinator.integrations.vllm.orders import Order
     from coordinator.integrations.vllm.scheduler import SchedulerHalf
 
-logger = logging.getLogger(__name__)
+#: With which rank 0 alone may report; its module is only for who asks for it.
+EXECUTOR: Final = "coordinator.integrations.vllm.executor.OneReporterExecutor"
 
 
 @dataclass
 class Plan(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not there where this is checked
-    """What the ranks are to do in a step."""
+    """What the ranks are to do in a step.
+
+    Attributes:
+        orders: in this order.
+        tokens: up to where they drain what has come from each coordinator, where rank 0 alone reports.
+
+    """
 
     orders: list[Order] = field(default_factory=list)
+    tokens: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Heads(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
+    """Up to where all live ranks have the events, for each coordinator; from rank 0."""
+
+    tokens: dict[str, bytes]
+
+    def aggregate(self, other: Heads) -> Heads:
+        """Never called: one rank reports."""
+        return other
 
 
 class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as above
@@ -61,17 +81,22 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        _join_logs()
         self._sends = _sends(vllm_config.kv_transfer_config.kv_role)
         _check(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._settings = ConnectorSettings.read(extra, sends=self._sends)
         self._parallel = vllm_config.parallel_config
+        _check_executor(self._parallel, self._settings)
         self._cache = _cache(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._rank: RankHalf | None = None
         self._pool: KVPool | None = None
         self._leads = False
         self._spoilt: set[int] = set()
+        # Of rank 0: as it has told them. Of the scheduler's half: as it has passed them on.
+        self._told: dict[str, bytes] = {}
+        self._heads: dict[str, bytes] = {}
         if role is KVConnectorRole.SCHEDULER:
             half = PrefillHalf if self._sends else DecodeHalf
             self._scheduler = half(self._settings, self._cache.block_tokens)
@@ -81,6 +106,11 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         """Say no: the KV cache would move, while others write into it."""
         del kv_transfer_config
         return False
+
+    @property
+    def one_reporter(self) -> bool:
+        """Whether rank 0 alone tells what has ended; see ``executor``."""
+        return self._settings.one_reporter
 
     # --- the scheduler's half ----------------------------------------------------------------
 
@@ -107,7 +137,7 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
         """Return what the ranks are to do in this step."""
         del scheduler_output
-        return Plan(self._planner.orders())
+        return Plan(self._planner.orders(), self._heads)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Take the end of a request; tell whether its blocks are to be held, and what its client gets."""
@@ -121,6 +151,9 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what has ended on all ranks."""
+        heads = connector_output.kv_connector_worker_meta
+        if isinstance(heads, Heads):
+            self._heads = heads.tokens
         self._planner.ended(connector_output.finished_sending or ())
         self._planner.ended(connector_output.finished_recving or ())
 
@@ -141,7 +174,10 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Do what the scheduler's half wants; returns at once."""
         del forward_context, kwargs
-        self.carry_out(self._get_connector_metadata().orders)
+        plan = self._get_connector_metadata()
+        if self._rank is not None:
+            self._rank.follow(plan.tokens)
+        self.carry_out(plan.orders)
 
     def carry_out(self, orders: Iterable[Order]) -> None:
         """Do what the scheduler's half wants."""
@@ -154,7 +190,7 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         results = self.news()
         if self._sends:
             return KVConnectorTransferResults(finished_sending=results.quiet)
-        if self._leads and self._cache.tp > 1:
+        if self._leads and self._cache.tp > 1 and not self.one_reporter:
             self._spoilt = results.spoilt
         return KVConnectorTransferResults(finished_recving=results.quiet, failed_recving=results.failed)
 
@@ -171,6 +207,16 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         """Return what has ended on this rank."""
         assert self._rank is not None  # noqa: S101 - vLLM registers its memory before its first step
         return self._rank.results()
+
+    def build_connector_worker_meta(self) -> Heads | None:
+        """Tell the scheduler's half rank 0's tokens, where it alone reports and they are new."""
+        if not self.one_reporter or not self._leads or self._rank is None:
+            return None
+        tokens = self._rank.tokens
+        if tokens == self._told:
+            return None
+        self._told = tokens
+        return Heads(tokens)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is not computed before its KV is there."""
@@ -197,6 +243,17 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         """Name this engine; each data-parallel one has its own."""
         name, parallel = self._settings.group, self._parallel
         return f"{name}-dp{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else name
+
+
+def _join_logs() -> None:
+    """Have what we log appear where vLLM's own log does: it configures nobody else's."""
+    theirs = logging.getLogger("vllm")
+    for name in ("backends", "coordinator"):
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.level)
+            ours.propagate = False
 
 
 def _sends(role: str) -> bool:
@@ -228,6 +285,25 @@ def _check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         problems.append(f"pipeline_parallel_size: is {stages}; pipeline stages are not supported")
     if problems:
         raise ConfigError(problems)
+
+
+def _check_executor(parallel: ParallelConfig, settings: ConnectorSettings) -> None:
+    """Refuse one reporting rank with an executor that listens to all.
+
+    Raises:
+        ConfigError: with what is to be set.
+
+    """
+    if not settings.one_reporter:
+        return
+    executor = parallel.distributed_executor_backend
+    chosen = f"{executor.__module__}.{executor.__qualname__}" if isinstance(executor, type) else executor
+    if chosen != EXECUTOR:
+        message = (
+            f"kv_connector_extra_config.one_reporter: is for --distributed-executor-backend {EXECUTOR}, "
+            f"and not for {chosen}"
+        )
+        raise ConfigError([message])
 
 
 def _cache(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Cache:

@@ -8,6 +8,9 @@ Theory of operation
     A room may be used again while its former use is not released here. What is said of the new request
     waits until then, so that nobody takes the one's verdict for the other's.
 
+    Where one rank reports for all (see ``executor``), every rank drains up to the token that comes with the
+    step, and at no other time.
+
     What cannot be said (the client is broken, or its queue is full) fails the request. Its pages are quiet
     if nobody has been told of them. Else they are held, for ever if it must be.
 """
@@ -86,10 +89,14 @@ class Use:
 class Desk:
     """One client of this rank, and who has its rooms. Calls come from the engine's thread."""
 
-    def __init__(self, client: Rank, address: str) -> None:
-        """Take a client that is connected to the coordinator at ``address``."""
+    def __init__(self, client: Rank, address: str, *, by_token: bool = False) -> None:
+        """Take a client that is connected to the coordinator at ``address``.
+
+        ``by_token``: what has arrived is drained by ``follow`` alone.
+        """
         self._client = client
         self._address = address
+        self._by_token = by_token
         self._uses: dict[int, Use] = {}
         self._results = Results()
         self._broken = False
@@ -98,16 +105,30 @@ class Desk:
         """Leave the coordinator."""
         self._client.close()
 
+    @property
+    def head(self) -> bytes:
+        """The token of the last event that all live ranks have."""
+        return self._client.head
+
+    def follow(self, token: bytes) -> None:
+        """Take what has arrived up to a token.
+
+        Raises:
+            NotReadyError: this rank lacks what rank 0 has; it cannot go on with the others.
+
+        """
+        self._drain(token)
+
     def results(self) -> Results:
         """Return what is new."""
-        self._drain()
+        self._look()
         results, self._results = self._results, Results()
         return results
 
     def take(self, order: Order) -> None:
         """Do what the scheduler's half wants."""
-        # What was drained since belongs to a room's former use.
-        self._drain()
+        # What has arrived since belongs to a room's former use.
+        self._look()
         use = self._uses.get(order.room)
         if use is not None and use.request != order.request:
             if use.owed:
@@ -179,11 +200,15 @@ class Desk:
 
     # --- what comes --------------------------------------------------------------------------
 
-    def _drain(self) -> None:
+    def _look(self) -> None:
+        if not self._by_token:
+            self._drain(None)
+
+    def _drain(self, token: bytes | None) -> None:
         if self._broken:
             return
         try:
-            for event in self._client.drain():
+            for event in self._client.drain(through=token):
                 self._apply(event)
         except (RefusedError, ClosedError) as error:
             self._broken = True

@@ -10,7 +10,7 @@ from coordinator.client.rank import DecodeRank, PrefillRank
 from coordinator.integrations.vllm.desk import Desk, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from coordinator.client.pool import KVPool
     from coordinator.integrations.vllm.orders import Order
@@ -54,11 +54,26 @@ class RankHalf:
                     address, group=group, rank=rank, world_size=size, endpoint=self._endpoint,
                     settings=settings.client,
                 )  # fmt: skip
-            self._desks[address] = Desk(client, address)
+            self._desks[address] = Desk(client, address, by_token=settings.one_reporter)
         logger.info(
             "%s/%d: %d blocks in %d tensors, %s; coordinators: %s",
             group, rank, pool.pages, len(pool.regions), pool.layout, ", ".join(settings.coordinators),
         )  # fmt: skip
+
+    @property
+    def tokens(self) -> dict[str, bytes]:
+        """Up to where all live ranks have the events, for each coordinator."""
+        return {address: desk.head for address, desk in self._desks.items()}
+
+    def follow(self, tokens: Mapping[str, bytes]) -> None:
+        """Take what has arrived up to rank 0's tokens, where it alone reports.
+
+        Raises:
+            NotReadyError: this rank lacks what rank 0 has; it cannot go on with the others.
+
+        """
+        for address, token in tokens.items():
+            self._desks[address].follow(token)
 
     def take(self, orders: Iterable[Order]) -> None:
         """Do what the scheduler's half wants."""
