@@ -134,6 +134,7 @@ class Coordinator:
             address = "127.0.0.1:{self.http}"
             [handoff]
             deadline_s = {deadline_s}
+            offer_ttl_s = {deadline_s}
             [rank]
             heartbeat_s = 0.5
             lost_after_s = 60.0
@@ -206,6 +207,8 @@ class Engine:
                 "OMP_NUM_THREADS": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                # What it leaves there when it is killed goes with the rest.
+                "TMPDIR": str(place),
                 **(environment or {}),
             },
         )

@@ -171,6 +171,26 @@ def test_a_deadline_while_decode_is_stopped(rig: Rig) -> None:
     rig.serves()
 
 
+def test_what_prefill_never_gets_ends_too(rig: Rig) -> None:
+    (asked,) = rig.decode_asks("never-sent", range(215, 216))
+    assert asked.result().status == 500
+    rig.are_free()
+
+
+def test_prefill_is_killed_with_transfers_under_way(rig: Rig) -> None:
+    asked = rig.in_flight_to_a_stopped_decode("orphans", range(240, 240 + MANY))
+    rig.prefill.group.signal(signal.SIGKILL)
+    killed_s = time.monotonic()
+    rig.decode.group.signal(signal.SIGCONT)
+    for future in asked:
+        assert future.result().status == 500
+    until(rig.decode.empty, "decode's blocks come back", RELEASE_S)
+    assert time.monotonic() - killed_s < RELEASE_S
+    assert "the process of prefill/0 " in rig.decode.log.read_text(errors="replace")
+    rig.new_prefill()
+    rig.serves()
+
+
 def test_decode_is_killed_with_transfers_under_way(rig: Rig) -> None:
     rig.in_flight_to_a_stopped_decode("killed", range(230, 230 + MANY))
     rig.decode.group.signal(signal.SIGKILL)
@@ -183,44 +203,28 @@ def test_decode_is_killed_with_transfers_under_way(rig: Rig) -> None:
     rig.serves()
 
 
-def test_prefill_is_killed_with_transfers_under_way(rig: Rig) -> None:
-    """Decode computes the prompts itself then: the tokens are right all the same."""
+def test_prefill_is_killed_and_decode_computes_what_does_not_come(rig: Rig) -> None:
     seeds = range(100, 100 + MANY)
-    asked = rig.in_flight_to_a_stopped_decode("orphans", seeds)
+    asked = rig.in_flight_to_a_stopped_decode("recomputed", seeds)
     rig.prefill.group.signal(signal.SIGKILL)
-    killed_s = time.monotonic()
     rig.decode.group.signal(signal.SIGCONT)
     for seed, future in zip(seeds, asked, strict=True):
         assert future.result().tokens == rig.expected[seed]
-    assert time.monotonic() - killed_s < RELEASE_S + 10.0
-    until(rig.decode.empty, "decode's blocks come back", RELEASE_S)
-    rig.new_prefill()
-    rig.new_decode("fail")
-    rig.serves()
-
-
-def test_prefill_is_killed_before_it_has_sent_anything(rig: Rig) -> None:
-    """With the other policy decode's requests end with an error."""
-    asked = rig.decode_asks("never-sent", range(240, 242))
-    until(lambda: len(rig.handoffs()) == 2, "decode has offered its blocks")
-    rig.prefill.group.signal(signal.SIGSTOP)
-    rig.pool.submit(rig.prefill_asks, "never-sent", range(240, 242))
-    rig.prefill.group.signal(signal.SIGKILL)
-    for future in asked:
-        assert future.result().status == 500
     until(rig.decode.empty, "decode's blocks come back", RELEASE_S)
     rig.new_prefill()
     rig.serves()
 
 
 def test_the_coordinator_is_lost_and_comes_back(rig: Rig) -> None:
-    asked = rig.decode_asks("lost", range(250, 252))
+    """What waits is computed by decode, and prefill's blocks come back."""
+    seeds = range(250, 252)
+    asked = rig.decode_asks("lost", seeds)
     rig.prefill_asks("unasked", range(252, 254))
     until(lambda: len(rig.handoffs()) == 4, "all are in flight")
     rig.coordinator.kill()
     killed_s = time.monotonic()
-    for future in asked:
-        assert future.result().status == 500
+    for seed, future in zip(seeds, asked, strict=True):
+        assert future.result().tokens == rig.prefill.ask(prompt(seed, LONG), 8).tokens
     rig.are_free()
     assert time.monotonic() - killed_s < LOST_S + RELEASE_S
     rig.coordinator.start()

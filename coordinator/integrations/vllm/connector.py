@@ -190,15 +190,16 @@ class KVCoordinatorConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         results = self.news()
         if self._sends:
             return KVConnectorTransferResults(finished_sending=results.quiet)
-        if self._leads and self._cache.tp > 1 and not self.one_reporter:
+        if self._leads and not self.one_reporter:
             self._spoilt = results.spoilt
         return KVConnectorTransferResults(finished_recving=results.quiet, failed_recving=results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Tell vLLM the blocks of failed requests, where it keeps the failures themselves back.
 
-        With several ranks vLLM tells its scheduler of a failed request only when its blocks are quiet on all
-        of them. Failed blocks it tells at once. All ranks hear the same verdict, so one of them tells it.
+        Where it gathers the outputs of ranks, it tells its scheduler of a failed request only when that
+        one's blocks are quiet on all of them. Failed blocks it tells at once. All ranks hear the same
+        verdict, so one of them tells it.
         """
         spoilt, self._spoilt = self._spoilt, set()
         return spoilt
