@@ -30,10 +30,12 @@ END: Final = "<!-- and here -->"
 def main() -> int:
     """Write; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/figures", description=__doc__)
-    parser.add_argument("file", type=Path, help="what scripts/bench --json has written")
-    parser.add_argument("load", help="what else ran on the host meanwhile, in a few words")
+    parser.add_argument("files", type=Path, nargs="+", help="what scripts/bench --json has written")
+    parser.add_argument("--load", required=True, help="what else ran on the host meanwhile, in a few words")
     options = parser.parse_args()
-    results = json.loads(options.file.read_text())
+    results = {
+        name: metrics for file in options.files for name, metrics in json.loads(file.read_text()).items()
+    }
     PAGE.write_text(replaced(PAGE.read_text(), "\n".join(lines(results, host(options.load)))))
     print(f"{PAGE} has the figures of {', '.join(results)}.")
     return 0
@@ -55,7 +57,7 @@ def host(load_: str) -> str:
     memory_kib = next(int(line.split()[1]) for line in _read("/proc/meminfo") if line.startswith("MemTotal"))
     return (
         f"Measured on {time.strftime('%Y-%m-%d')}: {len(os.sched_getaffinity(0))} cores of {cpu}, "
-        f"{memory_kib / 2**20:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}; "
+        f"{memory_kib / 2**20:.0f} GiB, Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}; "
         f"{load_}."
     )
 
