@@ -55,9 +55,10 @@ def host(load_: str) -> str:
         platform.machine(),
     )
     memory_kib = next(int(line.split()[1]) for line in _read("/proc/meminfo") if line.startswith("MemTotal"))
+    linux = platform.release().partition("-")[0]
     return (
         f"Measured on {time.strftime('%Y-%m-%d')}: {len(os.sched_getaffinity(0))} cores of {cpu}, "
-        f"{memory_kib / 2**20:.0f} GiB, Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}; "
+        f"{memory_kib / 2**20:.0f} GiB, Linux {linux}, Python {platform.python_version()}; "
         f"{load_}."
     )
 
