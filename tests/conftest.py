@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,19 @@ def short_dir() -> Iterator[Path]:
 def ipc_address(short_dir: Path) -> str:
     """A free ``ipc://`` address."""
     return f"ipc://{short_dir}/{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here is left at the end."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of an engine are in this process: they come to their proofs together."""
+    monkeypatch.setattr("coordinator.client.lives.QUIET_HOLD_S", 0.1)
 
 
 @pytest.fixture

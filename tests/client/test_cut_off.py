@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from coordinator.client import Reason
-from tests.client.test_lost_service import Deployment
+from tests.client.deployment import Deployment
 from tests.support.faults import Faults
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,35 +18,16 @@ from coordinator.client import (
     Released,
 )
 from tests.backends.rigs import needs_mooncake, needs_nixl
+from tests.client.coordinator import Coordinator
 from tests.client.peer import LAYOUT
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import ExitStack
     from pathlib import Path
 
     from coordinator.messages import Event
     from tests.support.processes import Program, Programs
-
-CONFIG = """
-[listen]
-control = ["ipc://{directory}/control"]
-outcomes = ["ipc://{directory}/outcomes"]
-[backend]
-name = "{backend}"
-hosting = "rank"
-[backend.options.loopback]
-control = "{directory}/faults.toml"
-[rank]
-heartbeat_s = 0.2
-lost_after_s = 1.0
-reattach_s = 0.8
-[release]
-settle_s = 0.3
-drain_s = 0.5
-"""
-#: Every write hangs after 256 bytes.
-STALL = '[[faults]]\nkind = "stall"\nafter_bytes = 256\n'
 
 #: One tensor for each of two layers, K and V apart, as an engine has them.
 PREFILL = """
@@ -87,17 +67,9 @@ class Stage:
         self, programs: Programs, directory: Path, stack: ExitStack, backend: str, device: str = "cpu"
     ) -> None:
         self.programs = programs
-        self.directory = directory
         self.device = device
-        self.address = f"ipc://{directory}/control"
-        self.faults = directory / "faults.toml"
-        self.faults.write_text("")
-        (directory / "config.toml").write_text(CONFIG.format(directory=directory, backend=backend))
-        self.coordinator = programs.python(
-            *("-m", "coordinator", "serve", "--config", str(directory / "config.toml")),
-            environment={"TMPDIR": str(directory)},
-        )
-        self.coordinator.says("coordinator.ready")
+        self.coordinator = Coordinator(programs, directory, backend, "rank")
+        self.address = self.coordinator.address
         if backend == "loopback":
             self.target = stack.enter_context(KVPool.allocate(LAYOUT, 16))
         else:
@@ -106,7 +78,9 @@ class Stage:
             self.target = stack.enter_context(KVPool.wrap(planes, LAYOUT))
         self.endpoint = stack.enter_context(Endpoint(self.target, backend))
         self.decode = stack.enter_context(
-            DecodeRank.connect(self.address, group="d", rank=0, world_size=1, endpoint=self.endpoint)
+            DecodeRank.connect(
+                self.coordinator.address, group="d", rank=0, world_size=1, endpoint=self.endpoint
+            )
         )
         self.events: list[Event] = []
 
@@ -128,12 +102,6 @@ class Stage:
         planes = torch.cat([tensor[:, number] for tensor in self.target.tensors]).cpu()
         assert torch.equal(planes, planes[:, :1].expand_as(planes))
         return [int(byte) for byte in planes[:, 0]]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
 
 
 @pytest.mark.parametrize(
@@ -180,7 +148,7 @@ def check_travel(stage: Stage, ending: str) -> None:
 
 def stalled(stage: Stage) -> Program:
     """A handoff of room 7 that stands still in the middle of a page."""
-    stage.faults.write_text(STALL)
+    stage.coordinator.stall()
     prefill = stage.prefill()
     prefill.says("ready", 30)
     stage.decode.offer(7, [8, 1])
@@ -202,8 +170,8 @@ def test_a_cancelled_handoff_is_fenced_and_released(
     stage.until(Released)
     prefill.says("over", 20)
     assert prefill.wait(20) == 0
-    assert "release.fence" in stage.coordinator.output()
-    assert "worker.not_killed" not in stage.coordinator.output()
+    assert "release.fence" in stage.coordinator.program.output()
+    assert "worker.not_killed" not in stage.coordinator.program.output()
 
 
 def test_the_end_of_its_process_makes_a_worker_quiet(
@@ -217,7 +185,7 @@ def test_the_end_of_its_process_makes_a_worker_quiet(
     assert outcome.failure is not None
     assert outcome.failure.reason is Reason.RANK_LOST
     stage.until(Released)
-    stage.faults.write_text("")
+    stage.coordinator.flow()
     again = stage.prefill()
     again.says("ready", 30)
     stage.decode.offer(7, [2, 5])
@@ -238,7 +206,7 @@ def test_a_stopped_process_holds_the_pages_that_it_may_still_write(
         assert isinstance(outcome, Outcome)
         assert outcome.failure is not None
         assert outcome.failure.reason is Reason.RANK_LOST
-        stage.coordinator.says("worker.not_killed", 10)
+        stage.coordinator.program.says("worker.not_killed", 10)
         stage.decode.drain()
         assert not [event for event in stage.events if isinstance(event, Released)]
     finally:

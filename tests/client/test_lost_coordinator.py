@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
@@ -29,30 +28,22 @@ from coordinator.errors import NotReadyError
 from coordinator.messages import Offer, Open, Refused
 from coordinator.worker.memory import MappedPool
 from tests.client.peer import LAYOUT, Peer, outcomes
+from tests.client.steps import step
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import ExitStack
 
     from coordinator.client.rank import Rank
     from coordinator.messages import Event
+
+pytestmark = pytest.mark.usefixtures("short_hold")
 
 SETTINGS = ClientSettings(
     coordinator_lost_s=0.6, away_after_s=0.3, hello_retry_s=0.05, lockstep_wait_s=5.0, resend_after_s=0.5
 )
 R = TypeVar("R", bound="Rank")
-
-
-@pytest.fixture(autouse=True)
-def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of an engine are in this process: they come to their proofs together."""
-    monkeypatch.setattr("coordinator.client.lives.QUIET_HOLD_S", 0.1)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def prefill(
@@ -86,14 +77,6 @@ def ready(ranks: list[R]) -> list[R]:
     for rank in ranks:
         rank.wait_ready(10)
     return ranks
-
-
-def step(ranks: Sequence[Rank]) -> list[Event]:
-    """Make a step, in which all ranks must apply the same; return what."""
-    token = ranks[0].head
-    applied = [list(rank.drain(through=token)) for rank in ranks]
-    assert all(events == applied[0] for events in applied)
-    return applied[0]
 
 
 def steps_until(ranks: Sequence[Rank], count: int, timeout_s: float = 10.0) -> list[list[Event]]:

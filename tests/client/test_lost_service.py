@@ -6,225 +6,28 @@ import os
 import signal
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from coordinator.client import (
-    ClientSettings,
-    DecodeRank,
-    Endpoint,
-    KVPool,
-    Layout,
     Outcome,
     PrefillRank,
     RankState,
     Reason,
-    Released,
 )
 from tests.backends.rigs import needs_nixl
-from tests.client.peer import LAYOUT
+from tests.client.deployment import Deployment, moving
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from coordinator.client.rank import Rank
-    from coordinator.messages import Event
-    from tests.support.processes import Program, Programs
+    from tests.support.processes import Programs
 
-CONFIG = """
-[listen]
-control = ["ipc://{directory}/control"]
-outcomes = ["ipc://{directory}/outcomes"]
-[http]
-address = ""
-[backend]
-name = "{backend}"
-hosting = "{hosting}"
-[backend.options.loopback]
-control = "{directory}/faults.toml"
-[rank]
-heartbeat_s = 0.2
-lost_after_s = 1.0
-reattach_s = 0.8
-[release]
-settle_s = 0.5
-drain_s = 0.5
-"""
-SIZE = 2
-SETTINGS = ClientSettings(coordinator_lost_s=2.0, away_after_s=0.5, hello_retry_s=0.1)
-#: Every write hangs after 256 bytes.
-STALL = '[[faults]]\nkind = "stall"\nafter_bytes = 256\n'
-
-
-@dataclass
-class Engine:
-    """The ranks of one engine, in lockstep."""
-
-    ranks: Sequence[Rank]
-    pools: Sequence[KVPool]
-    events: list[Event] = field(default_factory=list)
-    steps: list[list[Event]] = field(default_factory=list)
-
-    def step(self) -> None:
-        """Let all ranks make a step, in which they must apply the same."""
-        token = self.ranks[0].head
-        applied = [list(rank.drain(through=token)) for rank in self.ranks]
-        assert all(events == applied[0] for events in applied)
-        self.events += applied[0]
-        if applied[0]:
-            self.steps.append(applied[0])
-
-    def outcomes(self) -> dict[tuple[int, int], Reason | None]:
-        """What became of each attempt; it must have become one thing only."""
-        found: dict[tuple[int, int], Reason | None] = {}
-        for event in self.events:
-            if isinstance(event, Outcome):
-                assert (event.room, event.attempt) not in found, "a second outcome"
-                found[event.room, event.attempt] = None if event.failure is None else event.failure.reason
-        return found
-
-    def released(self) -> list[tuple[int, int]]:
-        """Which attempts' pages are free again."""
-        found = [(event.room, event.attempt) for event in self.events if isinstance(event, Released)]
-        assert len(found) == len(set(found)), "a second release"
-        return found
-
-
-def private_pool(layout: Layout, pages: int, world_size: int) -> KVPool:
-    """A pool in memory that only this process has."""
-    memory = torch.zeros(layout.pool_bytes(pages, world_size), dtype=torch.uint8)
-    return KVPool.wrap([memory], layout, world_size)
-
-
-class Deployment:
-    """A coordinator, a prefill engine and a decode engine."""
-
-    def __init__(
-        self,
-        programs: Programs,
-        directory: Path,
-        stack: ExitStack,
-        backend: str,
-        way: Callable[[str], str] = lambda address: address,
-        hosting: str = "coordinator",
-    ) -> None:
-        """Start all; decode ranks go to the coordinator's address by ``way``."""
-        self.programs = programs
-        self.directory = directory
-        self.address = f"ipc://{directory}/control"
-        (directory / "faults.toml").write_text("")
-        (directory / "config.toml").write_text(
-            CONFIG.format(directory=directory, backend=backend, hosting=hosting)
-        )
-        self.coordinator = self.serve()
-        make = KVPool.allocate if hosting == "coordinator" else private_pool
-        sources = [stack.enter_context(make(LAYOUT, 16, SIZE)) for _ in range(SIZE)]
-        targets = [stack.enter_context(KVPool.allocate(LAYOUT, 16, SIZE)) for _ in range(SIZE)]
-        self.endpoints = [stack.enter_context(Endpoint(pool, backend)) for pool in targets]
-        self.prefill = Engine(
-            [
-                stack.enter_context(
-                    PrefillRank.connect(
-                        self.address, group="p", rank=rank, world_size=SIZE, pool=pool, settings=SETTINGS
-                    )
-                )
-                for rank, pool in enumerate(sources)
-            ],
-            sources,
-        )
-        self.decode = Engine(
-            [
-                stack.enter_context(
-                    DecodeRank.connect(
-                        way(self.address),
-                        group="d",
-                        rank=rank,
-                        world_size=SIZE,
-                        endpoint=endpoint,
-                        settings=SETTINGS,
-                    )
-                )
-                for rank, endpoint in enumerate(self.endpoints)
-            ],
-            targets,
-        )
-        self.ready()
-
-    def serve(self) -> Program:
-        """Start a coordinator."""
-        program = self.programs.python(
-            "-m", "coordinator", "serve", "--config", str(self.directory / "config.toml"),
-            environment={"TMPDIR": str(self.directory)},
-        )  # fmt: skip
-        program.says("coordinator.ready")
-        return program
-
-    def ready(self) -> None:
-        """Wait until both engines hear the coordinator."""
-        for rank in (*self.prefill.ranks, *self.decode.ranks):
-            rank.wait_ready(20)
-
-    def run(self, until: Callable[[], bool], what: str) -> None:
-        """Let both engines make steps until it is so."""
-
-        def came() -> bool:
-            for engine in (self.prefill, self.decode):
-                engine.step()
-            return until()
-
-        eventually(came, 25, what)
-
-    def offer(self, room: int, page: int) -> None:
-        for rank in self.decode.ranks:
-            assert isinstance(rank, DecodeRank)
-            rank.offer(room, [page])
-
-    def send(self, room: int, page: int) -> None:
-        for rank in self.prefill.ranks:
-            assert isinstance(rank, PrefillRank)
-            rank.send(room, [page], last=True)
-
-    def hand_over(self, room: int, page: int) -> None:
-        """Hand a page over and compare it."""
-        before = [len(engine.released()) for engine in (self.prefill, self.decode)]
-        for number, pool in enumerate(self.prefill.pools):
-            pool.tensor[:, page] = room % 200 + number
-        self.offer(room, page)
-        self.send(room, page)
-
-        def released(engine: Engine, count: int) -> bool:
-            return len(engine.released()) > count
-
-        self.run(
-            lambda: released(self.prefill, before[0]) and released(self.decode, before[1]),
-            "it is handed over",
-        )
-        for engine in (self.prefill, self.decode):
-            (reason,) = {reason for (of, _), reason in list(engine.outcomes().items())[-1:] if of == room}
-            assert reason is None
-        for source, target in zip(self.prefill.pools, self.decode.pools, strict=True):
-            assert torch.equal(source.tensor[:, page], target.tensor[:, page])
-
-    def both_lost(self) -> None:
-        """Run until both engines have lost the coordinator."""
-        self.run(
-            lambda: all(
-                Reason.COORDINATOR_LOST in engine.outcomes().values()
-                for engine in (self.prefill, self.decode)
-            ),
-            "the coordinator is lost on both sides",
-        )
-
-
-@pytest.fixture(autouse=True)
-def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of an engine are in this process: they come to their proofs together."""
-    monkeypatch.setattr("coordinator.client.lives.QUIET_HOLD_S", 0.1)
+pytestmark = pytest.mark.usefixtures("short_hold")
 
 
 @pytest.fixture(
@@ -254,8 +57,7 @@ def test_the_node_of_the_coordinator_is_gone_for_good(deployment: Deployment) ->
             assert isinstance(rank, PrefillRank)
             rank.send(room, [room])
     deployment.offer(9, 9)
-    deployment.coordinator.process.kill()
-    deployment.coordinator.wait()
+    deployment.coordinator.kill()
     killed_s = time.monotonic()
     deployment.send(6, 6)
     deployment.both_lost()
@@ -276,7 +78,7 @@ def test_the_node_of_the_coordinator_is_gone_for_good(deployment: Deployment) ->
     assert sorted(deployment.prefill.released()) == [(1, 1), (3, 1), (4, 1), (5, 1), (6, 1)]
     assert sorted(deployment.decode.released()) == [(1, 1), (3, 1), (4, 1), (5, 1), (9, 1)]
     assert {endpoint.renewals for endpoint in deployment.endpoints} == {1}
-    deployment.serve()
+    deployment.coordinator.serve()
     deployment.ready()
     deployment.hand_over(3, 3)
     deployment.hand_over(77, 7)
@@ -288,11 +90,11 @@ def test_a_coordinator_that_stood_still_past_the_verdict(deployment: Deployment)
     deployment.hand_over(1, 1)
     for pool in deployment.prefill.pools:
         pool.tensor[:, 2:4] = 99
-    (deployment.directory / "faults.toml").write_text(STALL)
+    deployment.coordinator.stall()
     deployment.offer(2, 2)
     deployment.send(2, 2)
     eventually(lambda: moving(deployment), 10, "the workers have begun to write")
-    pid = deployment.coordinator.process.pid
+    pid = deployment.coordinator.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     # What it will read when it goes on.
     deployment.offer(3, 3)
@@ -305,7 +107,7 @@ def test_a_coordinator_that_stood_still_past_the_verdict(deployment: Deployment)
     # The workers live, and may read prefill's at any time.
     assert [rank.unreleased for rank in deployment.prefill.ranks] == [2, 2]
     before = [pool.tensor.clone() for pool in deployment.decode.pools]
-    (deployment.directory / "faults.toml").write_text("")
+    deployment.coordinator.flow()
     os.kill(pid, signal.SIGCONT)
     deployment.run(lambda: len(deployment.prefill.released()) == 3, "prefill's pages are back")
     deployment.ready()
@@ -324,11 +126,11 @@ def test_a_worker_of_the_rank_is_fenced_without_its_coordinator(deployment: Depl
     deployment.hand_over(1, 1)
     for pool in deployment.prefill.pools:
         pool.tensor[:, 2] = 99
-    (deployment.directory / "faults.toml").write_text(STALL)
+    deployment.coordinator.stall()
     deployment.offer(2, 2)
     deployment.send(2, 2)
     eventually(lambda: moving(deployment), 10, "the workers have begun to write")
-    pid = deployment.coordinator.process.pid
+    pid = deployment.coordinator.program.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         deployment.both_lost()
@@ -337,7 +139,7 @@ def test_a_worker_of_the_rank_is_fenced_without_its_coordinator(deployment: Depl
             "all pages are back",
         )
         before = [pool.tensor.clone() for pool in deployment.decode.pools]
-        (deployment.directory / "faults.toml").write_text("")
+        deployment.coordinator.flow()
     finally:
         os.kill(pid, signal.SIGCONT)
     deployment.ready()
@@ -346,11 +148,6 @@ def test_a_worker_of_the_rank_is_fenced_without_its_coordinator(deployment: Depl
     deployment.hand_over(2, 2)
     deployment.hand_over(4, 4)
     assert deployment.prefill.outcomes()[2, 1] is Reason.COORDINATOR_LOST
-
-
-def moving(deployment: Deployment) -> bool:
-    """Whether a page of room 2 has begun to arrive on every decode rank."""
-    return all(bool(pool.tensor[0, 2].any()) for pool in deployment.decode.pools)
 
 
 @loopback
@@ -362,11 +159,10 @@ def test_a_coordinator_that_is_replaced_in_time(deployment: Deployment) -> None:
     eventually(
         lambda: not any(len(rank._conversation.outbox) for rank in deployment.decode.ranks), 10, "confirmed"
     )
-    deployment.coordinator.process.kill()
-    deployment.coordinator.wait()
+    deployment.coordinator.kill()
     for rank in deployment.decode.ranks:
         eventually(lambda rank=rank: rank.state is RankState.COORDINATOR_AWAY, 10, "away")  # type: ignore[misc]
-    deployment.serve()
+    deployment.coordinator.serve()
     deployment.ready()
     deployment.run(
         lambda: all(len(engine.released()) == 1 for engine in (deployment.prefill, deployment.decode)),

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from coordinator.client import ClientSettings, DecodeRank
-from tests.client.test_service import Engines
+from tests.client.engines import Engines
 from tests.support.faults import Faults
 
 if TYPE_CHECKING:

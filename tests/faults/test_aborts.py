@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coordinator.client import Outcome, Released
-from tests.client.test_service import Engines
+from tests.client.engines import Engines
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def test_a_thousand_aborts_in_a_second(engines: Engines, moves: bool) -> None:  
             "cancelled_by_decode"
         }
     engines.hand_over(7, attempt=2)
-    engines.coordinator.process.send_signal(signal.SIGTERM)
-    assert engines.coordinator.wait(20) == 0
-    last = json.loads(engines.coordinator.output().splitlines()[-1])
+    engines.coordinator.program.process.send_signal(signal.SIGTERM)
+    assert engines.coordinator.program.wait(20) == 0
+    last = json.loads(engines.coordinator.program.output().splitlines()[-1])
     assert (last["event"], last["opened"], last["succeeded"]) == ("coordinator.stopped", 1001, 1)
     assert last["failed"] == {"cancelled_by_decode": 1000}

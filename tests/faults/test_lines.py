@@ -20,8 +20,8 @@ from coordinator.client import (
     Released,
 )
 from coordinator.errors import NotReadyError, QueueFullError
+from tests.client.engines import Engines
 from tests.client.peer import LAYOUT
-from tests.client.test_service import Engines
 from tests.support.faults import Faults, frozen
 from tests.support.waiting import eventually
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coordinator.client import Outcome, RankState, Reason
-from tests.client.test_lost_service import STALL, Deployment, moving
+from tests.client.deployment import Deployment, moving
 from tests.support.faults import Faults, Line, kill
 from tests.support.waiting import eventually
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.processes import Programs
+
+pytestmark = pytest.mark.usefixtures("short_hold")
 
 PREFILL = """
 import sys, time
@@ -39,12 +41,6 @@ for room in rooms:
 print("prefilling", flush=True)
 time.sleep(1000)
 """
-
-
-@pytest.fixture(autouse=True)
-def short_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of an engine are in this process: they come to their proofs together."""
-    monkeypatch.setattr("coordinator.client.lives.QUIET_HOLD_S", 0.1)
 
 
 class Node(Deployment):
@@ -96,7 +92,7 @@ def test_the_whole_node_vanishes(node: Node, programs: Programs) -> None:
     eventually(lambda: not any(len(rank._conversation.outbox) for rank in node.decode.ranks), 10, "confirmed")
     for rank in node.prefill.ranks:
         rank.close()
-    kill(node.coordinator)
+    kill(node.coordinator.program)
     kill(prefill)
     killed_s = time.monotonic()
     decode_loses(node, [*rooms, 9])
@@ -111,7 +107,7 @@ def test_the_node_is_cut_off_and_comes_back_after_the_verdict(node: Node, fault:
     node.hand_over(1, 1)
     for pool in node.prefill.pools:
         pool.tensor[:, 2:4] = 99
-    (node.directory / "faults.toml").write_text(STALL)
+    node.coordinator.stall()
     node.offer(2, 2)
     node.send(2, 2)
     eventually(lambda: moving(node), 10, "the workers have begun to write")
@@ -133,7 +129,7 @@ def test_the_node_is_cut_off_and_comes_back_after_the_verdict(node: Node, fault:
     assert node.prefill.outcomes()[2, 1] is Reason.PEER_LOST
     before = [pool.tensor.clone() for pool in node.decode.pools]
     heard = dict(node.decode.outcomes())
-    (node.directory / "faults.toml").write_text("")
+    node.coordinator.flow()
     line.heal()
     node.ready()
     node.run(lambda: len(node.prefill.released()) >= 2, "prefill has its pages back")

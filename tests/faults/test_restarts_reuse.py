@@ -12,7 +12,7 @@ from coordinator.former_rooms import LOST
 from coordinator.messages import Offer, Open, Outcome, Released, Role, Send
 from coordinator.reasons import Failure, Reason
 from tests.faults.chaos.deployment import SETTINGS, Deployment
-from tests.faults.test_restarts import arrive, come_back, events, group, hand_over, has, hears, is_heard, pair
+from tests.faults.restarts import arrive, come_back, events, group, hand_over, has, hears, is_heard, pair
 from tests.service.peers import pages
 from tests.service.stage import virtual_time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -25,6 +26,8 @@ from tests.support.logs import capture
 from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from coordinator.config import Config
 
 pytestmark = virtual_time
@@ -37,6 +40,13 @@ def own(**sections: dict[str, object]) -> Config:
     """The configuration of a coordinator for such engines."""
     bounds: dict[str, dict[str, object]] = {"handoff": {"deadline_s": DEADLINE_S}}
     return config(backend={"name": EXTERNAL}, **(bounds | sections))
+
+
+@asynccontextmanager
+async def engine(world_size: int) -> AsyncIterator[tuple[VirtualStage, list[RankPeer]]]:
+    """Such a coordinator, and an engine ``p`` that is ready."""
+    async with VirtualStage(own()) as stage:
+        yield stage, await stage.group(Role.PREFILL, "p", world_size)
 
 
 def leg_done(rank: RankPeer, room: int) -> None:
@@ -52,8 +62,7 @@ def leg_quiet(rank: RankPeer, room: int) -> None:
 
 
 async def test_it_succeeds_when_all_ranks_are_complete_and_all_their_transfers_are_done() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (stage, ranks):
         assert not stage.service.transfers.crews  # no worker is spawned
         for rank in ranks:
             rank.send_pages(7)
@@ -69,8 +78,7 @@ async def test_it_succeeds_when_all_ranks_are_complete_and_all_their_transfers_a
 
 
 async def test_a_transfer_that_ends_before_the_other_rank_is_complete_counts() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (_, ranks):
         ranks[0].send_pages(7)
         leg_done(ranks[0], 7)
         await turns()
@@ -80,8 +88,7 @@ async def test_a_transfer_that_ends_before_the_other_rank_is_complete_counts() -
 
 
 async def test_a_transfer_that_never_ends_fails_at_the_deadline_and_names_its_rank() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (_, ranks):
         began_s = now_s()
         for rank in ranks:
             rank.send_pages(7)
@@ -96,8 +103,7 @@ async def test_a_transfer_that_never_ends_fails_at_the_deadline_and_names_its_ra
 
 
 async def test_pages_are_released_when_every_rank_is_quiet_and_not_before() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (stage, ranks):
         for rank in ranks:
             rank.send_pages(7)
         leg_failed(ranks[0], 7, quiet=False)
@@ -119,8 +125,7 @@ async def test_pages_are_released_when_every_rank_is_quiet_and_not_before() -> N
 
 async def test_a_rank_that_has_not_spoken_of_the_room_holds_its_pages_too() -> None:
     """It may be sending chunks of it already."""
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (_, ranks):
         ranks[0].send_pages(7)
         leg_failed(ranks[0], 7, quiet=True)
         assert await ranks[0].failure(7) == "transport"
@@ -218,8 +223,7 @@ async def test_who_has_not_drained_the_last_verdict_means_the_one_before() -> No
 
 
 async def test_a_word_about_an_attempt_that_is_quiet_counts_for_no_other() -> None:
-    async with VirtualStage(own()) as stage:
-        (rank,) = await stage.group(Role.PREFILL, "p", 1)
+    async with engine(1) as (_, (rank,)):
         rank.send_pages(7)
         leg_failed(rank, 7, quiet=True)
         await rank.release(7)
@@ -308,8 +312,7 @@ async def test_a_room_that_was_in_flight_fails_and_is_held_until_all_have_told()
 
 
 async def test_a_success_after_the_verdict_changes_nothing() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (stage, ranks):
         for rank in ranks:
             rank.send_pages(7)
         leg_failed(ranks[0], 7, quiet=True)
@@ -321,8 +324,7 @@ async def test_a_success_after_the_verdict_changes_nothing() -> None:
 
 
 async def test_an_end_that_nobody_waits_for_begins_nothing() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 1)
+    async with engine(1) as (stage, ranks):
         leg_done(ranks[0], 7)
         assert "not in flight" in (await ranks[0].refused()).message
         leg_quiet(ranks[0], 7)
@@ -331,8 +333,7 @@ async def test_an_end_that_nobody_waits_for_begins_nothing() -> None:
 
 
 async def test_a_room_is_used_again_after_its_release() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 1)
+    async with engine(1) as (stage, ranks):
         for attempt in (1, 2):
             ranks[0].send_pages(7)
             leg_failed(ranks[0], 7, quiet=False)
@@ -345,8 +346,7 @@ async def test_a_room_is_used_again_after_its_release() -> None:
 
 
 async def test_a_cancel_fails_it_on_all_ranks() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (_, ranks):
         for rank in ranks:
             rank.send_pages(7)
             rank.cancel(7, "the client has gone")
@@ -355,8 +355,7 @@ async def test_a_cancel_fails_it_on_all_ranks() -> None:
 
 
 async def test_a_dead_engine_leaves_nothing_behind() -> None:
-    async with VirtualStage(own()) as stage:
-        ranks = await stage.group(Role.PREFILL, "p", 2)
+    async with engine(2) as (stage, ranks):
         for rank in ranks:
             rank.send_pages(7)
         await turns()
