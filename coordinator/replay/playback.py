@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.replay.faults import Faults
 from coordinator.replay.result import Result
-from coordinator.replay.samples import Sample, children, own_pid, private_bytes
+from coordinator.replay.samples import Sample
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.proc import children, private_bytes
 from coordinator.sim.summary import Times, summarize
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ class Playback:
             "coordinator": private_bytes([coordinator]),
             "workers": private_bytes(children(coordinator)),
             "engines": private_bytes(engines),
-            "router": private_bytes([own_pid()]),
+            "router": private_bytes([os.getpid()]),
         }
         in_flight = len(self._cluster.book.open)
         self._samples.append(Sample(now_s, in_flight, len(self._waiting), memory))

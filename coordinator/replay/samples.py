@@ -1,13 +1,11 @@
-"""Looks, again and again, at how much is on its way and how much memory everybody has."""
+"""How much was on its way, and how much memory everybody had, look by look."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MIB: Final = 1 << 20
 #: Of a run, the first such part is not looked at for growth: everybody still warms up.
@@ -31,36 +29,6 @@ class Sample(NamedTuple):
     in_flight: int
     waiting: int
     memory_bytes: Mapping[str, int]
-
-
-def private_bytes(pids: Iterable[int]) -> int:
-    """Private memory of these processes that is in RAM; one that is gone has none.
-
-    Pools lie in shared memory and do not count, for a page of one is in RAM once it was used.
-    """
-    return sum(_private_bytes(pid) for pid in pids)
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
-    return int(found.split()[1]) * 1024
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started, and that still run."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def own_pid() -> int:
-    """Return that of this process."""
-    return os.getpid()
 
 
 def growth_bytes(samples: Sequence[Sample]) -> dict[str, int]:

@@ -17,10 +17,11 @@ import numpy as np
 
 from coordinator.client import DecodeRank, Outcome, PrefillRank
 from coordinator.messages import Role
+from coordinator.sim.proc import children
 from scripts.benches import at_least, at_most
 from scripts.benches.support import yardsticks
 from scripts.benches.support.deployment import Deployment
-from scripts.benches.support.process_cost import children, cpu_s, two_cores
+from scripts.benches.support.process_cost import cpu_s, two_cores
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -29,17 +29,6 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime(clock.value)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that have not ended.
-
-    Raises:
-        FileNotFoundError: there is no such process.
-
-    """
-    started = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for thread in started for child in thread.read_text("ascii").split()]
-
-
 def rss_bytes(pid: int) -> int:
     """Memory of a process that is in RAM now.
 
