@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SMALL = Path(__file__).parents[2] / "configs" / "replay" / "small.jsonl"
 #: 48 s of a trace in 2.4 s; of decode, of which there are two, each has one rank: there are few processes.
-OPTIONS = ReplayOptions(SMALL, speed=20.0, scale_bytes=1024, prefill_groups=1, decode_tp=1)
+OPTIONS = ReplayOptions(SMALL, speed=20.0, scale_bytes=512, prefill_groups=1, decode_tp=1)
 
 FAULTS = """
 [[restart]]
