@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[2]
 #: A step is a millisecond; processes share two cores with others.
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 60.0
 
 
 #: The bounds of the coordinators here.
