@@ -173,7 +173,7 @@ def test_prefill_is_aborted_before_it_has_pages(engines: Engines) -> None:
 
 
 def test_decode_is_aborted_before_it_has_pages(engines: Engines) -> None:
-    """Prefill's pages come back at once, and not at the deadline."""
+    """Prefill's pages come back at once, and not at the deadline (case C22)."""
     engines.send("p1")
     engines.abort(engines.decode, "d1")
     engines.prefill.until_quiet("p1", timeout_s=1.5)
@@ -211,6 +211,23 @@ def test_what_failed_while_decode_had_it_queued_fails_when_it_has_pages(engines:
     engines.offer("d1")
     engines.decode.until_quiet("d1", timeout_s=0.5)
     assert engines.decode.failed == ["d1"]
+
+
+def test_where_one_rank_reports_nothing_is_drained_but_by_its_token(engines: Engines) -> None:
+    client = engines.clients[1]
+    desk = Desk(client, engines.address, by_token=True)
+    before = client.head
+    engines.send("p1")
+    desk.take(Offer("d1", ROOM, engines.address, [3, 4], 0))
+    eventually(lambda: client.head != before, 10.0)
+    desk.follow(before)
+    assert desk.results().quiet == set()
+
+    def quiet() -> bool:
+        desk.follow(desk.head)
+        return desk.results().quiet == {"d1"}
+
+    eventually(quiet, 10.0)
 
 
 def test_a_lost_coordinator_fails_what_is_in_flight(engines: Engines) -> None:

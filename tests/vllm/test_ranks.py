@@ -35,7 +35,7 @@ def test_one_rank_hands_over_to_two_of_which_one_reports(python: str, model: Pat
             pair = Pair(prefill, decode.ready())
             assert pair.ask_all(prompts, "first") == expected
             assert coordinator.get("/v1/status")["succeeded"] == len(prompts)
-            # A failure: prefill's blocks wait for decode in vain.
+            # A failure: prefill's blocks wait for decode in vain. What comes too late is told so (case C25).
             given = prefill.ask(
                 prompt(1, 500), 1, kv_transfer_params={"do_remote_decode": True, "transfer_id": "late"}
             ).params

@@ -6,6 +6,7 @@ Runs in an environment with vLLM, of any version that the connector is for; ``te
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.errors import ConfigError
+from coordinator.integrations.vllm.connector import Heads
+from coordinator.integrations.vllm.executor import OneReporterExecutor
 from coordinator.integrations.vllm.orders import Cancel, Extend, Offer, Open, Send
 from tests.vllm.rig import transfer
 
@@ -41,11 +44,14 @@ THERE = {"do_remote_prefill": True, "transfer_id": "5", "coordinator": ADDRESS}
 class Stepper:
     """A real scheduler, whose steps' results the test makes up."""
 
-    def __init__(self, role: str, policy: str = "fail", groups: int = 1, **extra: Any) -> None:
+    def __init__(
+        self, role: str, policy: str = "fail", groups: int = 1, executor: str | None = None, **extra: Any
+    ) -> None:
         configuration = transfer(role, "engine", ADDRESS, policy=policy, **extra)
         self.config = EngineArgs(
             model=MODEL, block_size=BLOCK, kv_transfer_config=configuration, enforce_eager=True,
             max_model_len=2048, max_num_batched_tokens=512, max_num_seqs=8, dtype="float32",
+            distributed_executor_backend=executor,
         ).create_engine_config()  # fmt: skip
         self.config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -60,6 +66,7 @@ class Stepper:
             structured_output_manager=StructuredOutputManager(self.config),
         )  # fmt: skip
         self.orders: list[Order] = []
+        self.tokens: dict[str, bytes] = {}
         self.answers: list[Any] = []
 
     @property
@@ -84,6 +91,7 @@ class Stepper:
         """Step once; ``told``: what the ranks have to tell. Returns how many tokens each request computed."""
         output = self.scheduler.schedule()
         self.orders += output.kv_connector_metadata.orders
+        self.tokens = output.kv_connector_metadata.tokens
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         # A request that has computed its whole prompt gets a token.
@@ -371,6 +379,29 @@ def test_decode_computes_what_it_cannot_get(decode: Stepper, change: dict[str, A
     assert decode.step() == {"d": 100}
     decode.step()
     assert (decode.taken(), decode.free) == ([], FREE)
+
+
+# --- one rank that reports for all ---------------------------------------------------------------------
+
+
+def test_the_executor_gathers_nothing_and_only_with_one_reporter(prefill: Stepper) -> None:
+    chosen = f"{OneReporterExecutor.__module__}.{OneReporterExecutor.__qualname__}"
+    reporting = Stepper("kv_producer", executor=chosen, one_reporter=True).scheduler.connector
+    executor = SimpleNamespace(output_rank=0, kv_output_aggregator=...)
+    OneReporterExecutor.init_kv_output_aggregator(executor, reporting)
+    assert executor.kv_output_aggregator is None
+    with pytest.raises(ConfigError, match="not KVCoordinatorConnector with one_reporter"):
+        OneReporterExecutor.init_kv_output_aggregator(executor, prefill.scheduler.connector)
+    with pytest.raises(ConfigError, match="vLLM listens to rank 2"):
+        OneReporterExecutor.init_kv_output_aggregator(SimpleNamespace(output_rank=2), reporting)
+
+
+def test_rank_0s_tokens_ride_in_the_next_plan(decode: Stepper) -> None:
+    waiting(decode)
+    assert decode.tokens == {}
+    decode.step(kv_connector_worker_meta=Heads({ADDRESS: b"token"}))
+    decode.step()
+    assert decode.tokens == {ADDRESS: b"token"}
 
 
 # --- what is refused -----------------------------------------------------------------------------------
