@@ -30,10 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests that start vLLM out, or all others."""
-    wanted = config.getoption("--vllm")
-    chosen = [item for item in items if (item.get_closest_marker("vllm") is not None) is wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    kinds: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        kinds[item.get_closest_marker("vllm") is not None].append(item)
+    wanted = bool(config.getoption("--vllm"))
+    config.hook.pytest_deselected(items=kinds[not wanted])
+    items[:] = kinds[wanted]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.rig import ROOT, python_with_vllm
+from tests.vllm.prompts import twenty
+from tests.vllm.rig import ROOT, Engine, python_with_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,27 @@ def place() -> Iterator[Path]:
     """A directory with a short name: sockets are made in it."""
     place = Path(mkdtemp(prefix="kvv-"))
     yield place
+    # What ranks of engines share, and do not remove when they are killed.
+    for name in place.glob("vllm_dist_*"):
+        for left in Path("/dev/shm").glob(f"{name.name}*"):  # noqa: S108 - where vLLM has it
+            left.unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Twenty prompts."""
+    return twenty()
+
+
+@pytest.fixture(scope="session")
+def expected(python: str, model: Path, place: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What a single engine of one rank answers, which has no connector."""
+    with Engine(python, model, place) as single:
+        single.ready()
+        answers = [single.ask(prompt).tokens for prompt in prompts]
+    assert len({tuple(tokens) for tokens in answers}) == len(prompts), "the answers depend on the prompts"
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT: Final = Path(__file__).parents[2]
 #: How long an engine may take to start, on two cores that others use too.
-START_S: Final = 300.0
+START_S: Final = 600.0
 #: For what takes a moment.
 PATIENCE_S: Final = 60.0
 BLOCK_TOKENS: Final = 32
@@ -99,9 +101,20 @@ class Group:
             )  # fmt: skip
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to all its processes, but for those that clean up behind the others."""
+        for member in self._members():
+            with contextlib.suppress(psutil.Error):
+                if not any("resource_tracker" in word for word in member.cmdline()):
+                    member.send_signal(number)
+
+    def _members(self) -> list[psutil.Process]:
+        """All its processes."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     def end(self, patience_s: float = 10.0) -> None:
         """End it: politely, then by force."""
@@ -111,6 +124,7 @@ class Group:
                 self.process.wait(patience_s)
         self.signal(signal.SIGKILL)
         self.process.wait()
+        until(lambda: not self._members(), f"the end of all processes of {self.process.args}")
 
 
 class Coordinator:

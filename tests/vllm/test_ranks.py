@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.prompts import prompt, twenty
+from tests.vllm.prompts import prompt
 from tests.vllm.rig import Coordinator, Engine, Pair, transfer, until
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 EXECUTOR = "coordinator.integrations.vllm.executor.OneReporterExecutor"
 
 
-def test_one_rank_hands_over_to_two_of_which_one_reports(python: str, model: Path, place: Path) -> None:
-    prompts = twenty()
+def test_one_rank_hands_over_to_two_of_which_one_reports(
+    python: str, model: Path, place: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     with Coordinator(place, deadline_s=5.0) as coordinator:
         to = coordinator.address
         alone = transfer("kv_consumer", "decode", to, one_reporter=True)
@@ -30,9 +31,7 @@ def test_one_rank_hands_over_to_two_of_which_one_reports(python: str, model: Pat
                 arguments=("--distributed-executor-backend", EXECUTOR),
             ) as decode,
         ):  # fmt: skip
-            prefill.ready()
-            expected = [prefill.ask(prompt).tokens for prompt in prompts]
-            pair = Pair(prefill, decode.ready())
+            pair = Pair(prefill.ready(), decode.ready())
             assert pair.ask_all(prompts, "first") == expected
             assert coordinator.get("/v1/status")["succeeded"] == len(prompts)
             # A failure: prefill's blocks wait for decode in vain. What comes too late is told so (case C25).

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm.prompts import twenty
 from tests.vllm.rig import Coordinator, Engine, Pair, transfer, until
 
 if TYPE_CHECKING:
@@ -16,13 +15,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_tokens_are_those_of_a_single_engine(tp: int, python: str, model: Path, place: Path) -> None:
+def test_tokens_are_those_of_a_single_engine(
+    tp: int, python: str, model: Path, place: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     """Also the negative control: without the transfer they are not."""
-    prompts = twenty()
-    with Engine(python, model, place, tp=tp) as single:
-        single.ready()
-        expected = [single.ask(prompt).tokens for prompt in prompts]
-    assert len({tuple(tokens) for tokens in expected}) == len(prompts), "the answers depend on the prompts"
     with (
         Coordinator(place) as coordinator,
         Engine(
