@@ -151,6 +151,7 @@ class Coordinator:
             offer_ttl_s = {deadline_s}
             [rank]
             heartbeat_s = 0.5
+            reattach_s = 2.0
             lost_after_s = 60.0
             [release]
             settle_s = 1.0
@@ -221,6 +222,8 @@ class Engine:
                 "OMP_NUM_THREADS": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                # It would compile what it computes once, in many processes.
+                "TORCHDYNAMO_DISABLE": "1",
                 # What it leaves there when it is killed goes with the rest.
                 "TMPDIR": str(place),
                 **(environment or {}),

@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 #: The ends of a request at prefill after which its blocks hold the KV of its whole prompt.
 _COMPLETE: Final = {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
+#: So many rooms are remembered that are over here.
+_REMEMBERED: Final = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class SchedulerHalf(ABC):
         self._requests: dict[str, Tracked] = {}
         self._rooms: dict[int, str] = {}
         self._orders: list[Order] = []
+        self._over: deque[int] = deque(maxlen=_REMEMBERED)
 
     @property
     def busy(self) -> bool:
@@ -130,6 +134,7 @@ class SchedulerHalf(ABC):
         tracked = self._requests.pop(request, None)
         if tracked is not None:
             del self._rooms[tracked.room]
+            self._over.append(tracked.room)
 
     def _cancel(self, tracked: Tracked, status: str) -> None:
         why = f"request {tracked.request} ended as {status} before it was handed over"
@@ -188,12 +193,17 @@ class DecodeHalf(SchedulerHalf):
         wanted = request.kv_transfer_params
         if not isinstance(wanted, Mapping) or not wanted.get("do_remote_prefill"):
             return
-        problem = self._problem(request, wanted)
+        problem = self._unreachable(wanted)
         if problem:
             logger.error("request %s is computed here: %s", request.request_id, problem)
             return
+        transfer = str(wanted["transfer_id"])
         coordinator = wanted.get("coordinator") or self._settings.coordinators[0]
-        tracked = self._track(request, str(wanted["transfer_id"]), coordinator)
+        problem = self._unwanted(request, wanted)
+        if problem:
+            self._decline(request, room_of(transfer), coordinator, problem)
+            return
+        tracked = self._track(request, transfer, coordinator)
         if tracked is not None:
             tracked.told_s = self._clock()
 
@@ -232,9 +242,26 @@ class DecodeHalf(SchedulerHalf):
                 self._orders.append(Extend(tracked.request, tracked.room, tracked.coordinator))
         return super().orders()
 
-    def _problem(self, request: Request, wanted: Mapping[str, Any]) -> str:
+    def _decline(self, request: Request, room: int, coordinator: str, why: str) -> None:
+        """Have prefill's blocks come back at once, unless the handoff is over, or another request's."""
+        logger.warning("request %s does not take its KV: %s", request.request_id, why)
+        if room not in self._rooms and room not in self._over:
+            self._orders.append(Cancel(request.request_id, room, coordinator, why))
+
+    @staticmethod
+    def _unwanted(request: Request, wanted: Mapping[str, Any]) -> str:
+        """Say why a request's KV is of no use here."""
+        tokens = wanted.get("prompt_tokens")
+        if getattr(request, "abort_immediately", False):
+            # This is how vLLM tells of a request that its server has refused, or has answered with an error.
+            return "it was refused, or has failed"
+        if tokens is not None and tokens != request.num_prompt_tokens:
+            return f"prefill had a prompt of {tokens} tokens, this one has {request.num_prompt_tokens}"
+        return ""
+
+    def _unreachable(self, wanted: Mapping[str, Any]) -> str:
         """Say why a request's KV cannot come from elsewhere."""
-        coordinator, tokens = wanted.get("coordinator"), wanted.get("prompt_tokens")
+        coordinator = wanted.get("coordinator")
         known = self._settings.coordinators
         if not wanted.get("transfer_id"):
             return "its kv_transfer_params have no transfer_id"
@@ -242,6 +269,4 @@ class DecodeHalf(SchedulerHalf):
             return "its kv_transfer_params do not name one of our coordinators"
         if coordinator is not None and coordinator not in known:
             return f"its coordinator is {coordinator!r}, and this engine talks to {', '.join(known)} only"
-        if tokens is not None and tokens != request.num_prompt_tokens:
-            return f"prefill had a prompt of {tokens} tokens, this one has {request.num_prompt_tokens}"
         return ""

@@ -75,17 +75,23 @@ class Stepper:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def add(
-        self, name: str, tokens: int, params: dict[str, Any] | None, *, most: int = 1, seed: int = 0
+        self, name: str, tokens: int, params: dict[str, Any] | None, *, most: int = 1, refused: bool = False
     ) -> Request:
         """Have a request queued."""
         sampling = SamplingParams(max_tokens=most, extra_args={"kv_transfer_params": dict(params or {})})
         sampling.update_from_generation_config({}, 256)
         request = Request(
-            request_id=name, prompt_token_ids=[(seed + index) % 251 for index in range(tokens)],
+            request_id=name, prompt_token_ids=[index % 251 for index in range(tokens)],
             sampling_params=sampling, pooling_params=None, block_hasher=self.hasher,
         )  # fmt: skip
+        request.abort_immediately = refused
         self.scheduler.add_request(request)
         return request
+
+    def refuse(self, name: str, params: dict[str, Any]) -> None:
+        """Tell of a request that the server has refused, as vLLM's engine does."""
+        self.add(name, 1, params, refused=True)
+        self.abort(name)
 
     def step(self, **told: Any) -> dict[str, int]:
         """Step once; ``told``: what the ranks have to tell. Returns how many tokens each request computed."""
@@ -370,7 +376,6 @@ def test_decode_says_what_is_still_queued() -> None:
     [
         {"transfer_id": None},
         {"coordinator": "tcp://10.0.0.1:7700"},
-        {"prompt_tokens": 99},
         {"do_remote_prefill": False},
     ],
 )
@@ -379,6 +384,32 @@ def test_decode_computes_what_it_cannot_get(decode: Stepper, change: dict[str, A
     assert decode.step() == {"d": 100}
     decode.step()
     assert (decode.taken(), decode.free) == ([], FREE)
+
+
+def test_decode_calls_off_what_it_has_no_use_for(decode: Stepper) -> None:
+    decode.add("d", 100, THERE | {"prompt_tokens": 99})
+    assert decode.step() == {"d": 100}
+    (cancelled,) = decode.taken()
+    assert isinstance(cancelled, Cancel)
+    assert "prefill had a prompt of 99 tokens, this one has 100" in cancelled.why
+
+
+def test_decode_calls_off_what_its_server_has_refused(decode: Stepper) -> None:
+    decode.refuse("d", THERE)
+    decode.step()
+    assert [type(order) for order in decode.taken()] == [Cancel]
+    assert not decode.scheduler.requests
+
+
+def test_a_failure_of_which_the_server_tells_too_is_not_called_off(decode: Stepper) -> None:
+    waiting(decode)
+    decode.step(failed_recving={"d"})
+    decode.refuse("d-again", THERE)
+    decode.step(finished_recving={"d"})
+    decode.refuse("d-again", THERE)
+    decode.step()
+    assert [order for order in decode.taken() if order.request != "d"] == []
+    assert decode.free == FREE
 
 
 # --- one rank that reports for all ---------------------------------------------------------------------
