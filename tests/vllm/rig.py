@@ -124,7 +124,7 @@ class Group:
                 self.process.wait(patience_s)
         self.signal(signal.SIGKILL)
         self.process.wait()
-        until(lambda: not self._members(), f"the end of all processes of {self.process.args}")
+        until(lambda: not self._members(), f"the end of all processes of {self.log.name}")
 
 
 class Coordinator:

@@ -418,13 +418,14 @@ def test_a_failure_of_which_the_server_tells_too_is_not_called_off(decode: Stepp
 def test_the_executor_gathers_nothing_and_only_with_one_reporter(prefill: Stepper) -> None:
     chosen = f"{OneReporterExecutor.__module__}.{OneReporterExecutor.__qualname__}"
     reporting = Stepper("kv_producer", executor=chosen, one_reporter=True).scheduler.connector
-    executor = SimpleNamespace(output_rank=0, kv_output_aggregator=...)
+    executor: Any = SimpleNamespace(output_rank=0, kv_output_aggregator=...)
     OneReporterExecutor.init_kv_output_aggregator(executor, reporting)
     assert executor.kv_output_aggregator is None
     with pytest.raises(ConfigError, match="not KVCoordinatorConnector with one_reporter"):
         OneReporterExecutor.init_kv_output_aggregator(executor, prefill.scheduler.connector)
+    executor.output_rank = 2
     with pytest.raises(ConfigError, match="vLLM listens to rank 2"):
-        OneReporterExecutor.init_kv_output_aggregator(SimpleNamespace(output_rank=2), reporting)
+        OneReporterExecutor.init_kv_output_aggregator(executor, reporting)
 
 
 def test_rank_0s_tokens_ride_in_the_next_plan(decode: Stepper) -> None:
