@@ -26,6 +26,8 @@ ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 600.0
 #: For what takes a moment.
 PATIENCE_S: Final = 60.0
+#: After which silence somebody is lost, where a test does not say so: a busy host may stand still for long.
+LOST_S: Final = 300.0
 BLOCK_TOKENS: Final = 32
 CONNECTOR: Final = "KVCoordinatorConnector"
 MODULE: Final = "coordinator.integrations.vllm.connector"
@@ -130,7 +132,7 @@ class Group:
 class Coordinator:
     """``kv-coordinator serve`` for vLLM's engines."""
 
-    def __init__(self, place: Path, backend: str = "nixl", deadline_s: float = 30.0, **options: Any) -> None:
+    def __init__(self, place: Path, backend: str = "nixl", deadline_s: float = 300.0, **options: Any) -> None:
         self.address = f"ipc://{place}/control"
         self.http = free_port()
         written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items())
@@ -152,7 +154,7 @@ class Coordinator:
             [rank]
             heartbeat_s = 0.5
             reattach_s = 2.0
-            lost_after_s = 60.0
+            lost_after_s = {LOST_S}
             [release]
             settle_s = 1.0
             drain_s = 1.0
@@ -291,7 +293,12 @@ def transfer(role: str, group: str, address: str, *, module: str = MODULE, name:
         "kv_connector_module_path": module,
         "kv_role": role,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"coordinator": address, "group": group, **extra},
+        "kv_connector_extra_config": {
+            "coordinator": address,
+            "group": group,
+            "coordinator_lost_s": LOST_S,
+            **extra,
+        },
     }
 
 
