@@ -314,8 +314,8 @@ class Pair(NamedTuple):
         given = self.prefill.ask(prompt, 1, kv_transfer_params=wanted).params
         return self.decode.ask(prompt, tokens, kv_transfer_params=given)
 
-    def ask_all(self, prompts: list[list[int]], name: str) -> list[list[int]]:
-        """Have all prompts completed, four at a time."""
-        with ThreadPoolExecutor(4) as pool:
+    def ask_all(self, prompts: list[list[int]], name: str, at_once: int = 4) -> list[list[int]]:
+        """Have all prompts completed, some at a time."""
+        with ThreadPoolExecutor(at_once) as pool:
             answers = pool.map(lambda item: self.ask(item[1], f"{name}-{item[0]}"), enumerate(prompts))
             return [answer.tokens for answer in answers]
