@@ -139,7 +139,7 @@ def run(arguments: Arguments) -> Metrics:
         SimulationError: a process failed.
 
     """
-    effort = Effort(QUICK_CASES, 1.0, 1, 20) if arguments.quick else Effort(CASES, 12.0, 3, 301)
+    effort = Effort(QUICK_CASES, 1.0, 1, 20) if arguments.quick else Effort(CASES, 9.0, 2, 301)
     metrics: Metrics = {}
     for engine in ENGINES:
         try:
