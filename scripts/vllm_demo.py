@@ -34,6 +34,8 @@ AT_A_TIME: Final = 4
 LONGEST: Final = 2000
 #: How long requests may run before decode is killed.
 HEAD_START_S: Final = 0.3
+#: How long prefill holds the blocks of a request that decode never asks for.
+DEADLINE_S: Final = 10.0
 
 console = Console(highlight=False)
 
@@ -96,7 +98,7 @@ def run(demo: Demo, count: int) -> bool:
     subprocess.run([sys.executable, str(program), str(demo.model)], check=True)  # noqa: S603 - our own program
     prompts = [prompt(seed, max(1, LONGEST * seed // max(1, count - 1))) for seed in range(count)]
     expected = demo.expected(prompts)
-    coordinator = demo.stack.enter_context(Coordinator(demo.place))
+    coordinator = demo.stack.enter_context(Coordinator(demo.place, deadline_s=DEADLINE_S))
     began_s = time.monotonic()
     prefill = demo.engine("kv_producer", coordinator.address)
     decode = demo.engine("kv_consumer", coordinator.address)
