@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from typing import Final
 
@@ -20,7 +21,7 @@ class Ended(msgspec.Struct):
     ``unaware`` is the side that was not known when it failed, and has not heard of it, if any;
     ``elsewhere`` is where the other one has. One that is ``inherited`` is known from a former coordinator's
     ranks, and may have been told to that side all the same. ``aux`` are the side data of a success, None
-    when nobody remembers them.
+    when nobody remembers them. ``at_s`` is when it was learnt, on the loop's clock.
     """
 
     attempt: int
@@ -29,6 +30,7 @@ class Ended(msgspec.Struct):
     elsewhere: Elsewhere | None = None
     inherited: bool = False
     aux: bytes | None = None
+    at_s: float = msgspec.field(default_factory=lambda: asyncio.get_running_loop().time())
 
 
 class Endings:

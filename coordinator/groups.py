@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class Rank:
         alive: it is a member of its group now.
         forgotten: it was lost and silent for so long that nothing is kept for it any more.
         gone: it is proven that its process does not run any more, or that its place is taken.
+        joined_at_s: when it came, on the loop's clock; minus infinity for one that a former coordinator knew.
         seen_at_s: its last sign of life, on the loop's clock.
         steady_since_s: since then its signs have come without a break.
 
@@ -41,6 +43,7 @@ class Rank:
         "group",
         "hello",
         "identity",
+        "joined_at_s",
         "listening",
         "name",
         "number",
@@ -65,6 +68,7 @@ class Rank:
         self.alive = True
         self.gone = False
         self.forgotten = False
+        self.joined_at_s = now_s if hello.epoch == 0 else -math.inf
         self.seen_at_s = self.steady_since_s = now_s
 
     def sign(self, now_s: float, break_s: float) -> None:

@@ -143,7 +143,7 @@ class Items:
         group = rank.group
         handoff = self._rooms.active.get(item.room)
         if handoff is None:
-            return self._rooms.begin(group, item.room)
+            return self._rooms.begin(rank, item.room)
         bound = handoff.prefill if group.role is Role.PREFILL else handoff.decode
         if bound is None:
             self._rooms.bind(handoff, group)

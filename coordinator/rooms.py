@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from coordinator.broadcast import Broadcaster
     from coordinator.config import Config
-    from coordinator.groups import Group
+    from coordinator.groups import Group, Rank
     from coordinator.metrics import Counters
     from coordinator.quarantine import Quarantine
     from coordinator.release import Releases
@@ -77,10 +77,11 @@ class Rooms:
         self.endings = Endings()
         self._offers: Watch[Handoff] = Watch(config.handoff.offer_ttl_s, self._abandoned)
 
-    def begin(self, group: Group, room: int) -> Handoff | None:
+    def begin(self, rank: Rank, room: int) -> Handoff | None:
         """Begin the next attempt of a room; None when it is over already, or not wanted."""
+        group = rank.group
         ended = self.endings.get(room)
-        if ended is not None and ended.unaware is group.role and self._is_about(ended):
+        if ended is not None and ended.unaware is group.role and self._is_about(ended, rank):
             # It was over before this side ever spoke of it, or before this side heard of its verdict.
             self.adopt(group, room, ended)
             return None
@@ -93,8 +94,13 @@ class Rooms:
         trail.step(handoff, "handoff.opened")
         return handoff
 
-    def _is_about(self, ended: Ended) -> bool:
-        """Whether what an unaware side says now can be about that attempt; else the room is used again."""
+    def _is_about(self, ended: Ended, rank: Rank) -> bool:
+        """Whether what an unaware side says now can be about that attempt; else the room is used again.
+
+        An engine that was started after the verdict was not meant by it.
+        """
+        if rank.joined_at_s > ended.at_s:
+            return False
         return not ended.inherited or asyncio.get_running_loop().time() < self.gathers_until_s
 
     def _unwelcome(self, group: Group) -> Failure | None:

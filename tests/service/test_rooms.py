@@ -28,6 +28,47 @@ def same(events: list[list[Event]]) -> bool:
 # --- room ids that are used twice ------------------------------------------------------------
 
 
+async def test_a_verdict_is_not_for_an_engine_that_was_started_after_it() -> None:
+    """Decode died before it spoke of the room; the next one uses the room anew, and speaks first."""
+    async with VirtualStage() as stage:
+        (prefill,), (old,), _ = await stage.pair()
+        prefill.open_room(7)
+        await turns()
+        stage.died(old)
+        prefill.cancel(7, "its decode engine was restarted")
+        assert (await prefill.outcome(7)).failure
+        await prefill.release(7)
+        prefill.drain()
+        await asyncio.sleep(1)
+        (decode,) = await stage.group(Role.DECODE, "d", 1)
+        decode.offer(7, 1)
+        await turns()
+        assert not decode.events, "it was not meant"
+        prefill.send_pages(7, 1)
+        for rank in (prefill, decode):
+            assert (await rank.outcome(7, 2)).succeeded
+            await rank.release(7, 2)
+            rank.drain()
+        await stage.empty()
+
+
+async def test_a_verdict_is_for_an_engine_that_was_there_and_had_not_spoken_yet() -> None:
+    async with VirtualStage() as stage:
+        (prefill,), (decode,), _ = await stage.pair()
+        prefill.open_room(7)
+        prefill.cancel(7, "not wanted any more")
+        assert (await prefill.outcome(7)).failure
+        await asyncio.sleep(1)
+        decode.offer(7, 1)
+        outcome = await decode.outcome(7)
+        assert outcome.failure is not None
+        assert outcome.failure.reason == "cancelled_by_prefill"
+        await decode.release(7)
+        for rank in (prefill, decode):
+            rank.drain()
+        await stage.empty()
+
+
 async def test_a_room_that_is_in_flight_is_refused_to_another_group() -> None:
     """Case C35: the newcomer is refused, the first is unaffected."""
     async with VirtualStage() as stage:
