@@ -126,6 +126,7 @@ def returned(stage: Stage) -> str:
 def fenced_in_the_middle(stage: Stage) -> str:
     """What a room is told that was on the link of one that was given up: nothing else made that quiet."""
     rooms = given_up, bystander = next(stage.rooms), next(stage.rooms)
+    connects = len(stage.world.logged("peer.connected"))
     say(stage.decode, *rooms)
     stage.decode.child.stop()
     say(stage.prefill, *rooms)
@@ -134,6 +135,8 @@ def fenced_in_the_middle(stage: Stage) -> str:
     assert stage.reason(stage.prefill, given_up) == "cancelled_by_prefill"
     reason = stage.reason(stage.prefill, bystander)
     stage.decode.child.cont()
+    # What is begun before the link is gone goes with it.
+    eventually(lambda: len(stage.world.logged("peer.connected")) > connects, PATIENCE_S)
     return reason
 
 
