@@ -410,7 +410,7 @@ def test_nothing_is_posted_to_whoever_has_the_port_next(
         assert not end_of(bare, bare.submit(*arguments))
         number = bare.submit(*arguments)
         with next_one.accept()[0] as caller:
-            # Its head: how many bytes, and where to. The engine cuts a block into pieces, and any may be first.
+            # Its head: how many bytes, and where to. The engine cuts a block into pieces; any may be first.
             where = int.from_bytes(caller.recv(64)[8:16], "little") - elsewhere.regions[0].address
             assert 0 <= where < BLOCK_BYTES
         assert not end_of(bare, number)
