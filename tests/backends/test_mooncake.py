@@ -528,7 +528,11 @@ def test_an_idle_link_does_next_to_nothing(
     backend = make_sender(make_memory(MIB))
     for number in range(4):
         until_done(backend.connect(f"peer-{number}", peer.endpoint).write([whole(MIB)]))
-    before_s, started_s = time.process_time(), time.monotonic()
-    # What is measured is the CPU time of an interval, so it has to pass.
-    time.sleep(1)
-    assert time.process_time() - before_s < 0.02 * (time.monotonic() - started_s)
+    shares = []
+    for _ in range(5):
+        before_s, started_s = time.process_time(), time.monotonic()
+        # What is measured is the CPU time of an interval, so it has to pass.
+        time.sleep(0.5)
+        shares.append((time.process_time() - before_s) / (time.monotonic() - started_s))
+    # Who polls does so in every interval; what else this process has to do now and then, it does not.
+    assert min(shares) < 0.02, shares
