@@ -85,7 +85,8 @@ class Host:
 
     def __init__(self, python: str, place: Path) -> None:
         write_metadata(place / "site")
-        environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{place / 'site'}", PYTHONWARNINGS="ignore")
+        # What is written there comes first: a checkout may hold metadata of an earlier installation.
+        environment = dict(os.environ, PYTHONPATH=f"{place / 'site'}:{ROOT}", PYTHONWARNINGS="ignore")
         environment.pop("KV_COORDINATOR", None)
         self._log = (place / "host.log").open("wb")
         self._process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(180)
 
+#: The first room of each batch.
+BATCHES: Final = (1000, 2000, 3000)
+
 
 def test_many_that_end_one_after_the_other_are_retired_by_all_ranks_in_the_same_steps(
     host: Host, place: Path
@@ -25,7 +28,7 @@ def test_many_that_end_one_after_the_other_are_retired_by_all_ranks_in_the_same_
     try:
         with Engine(host, place, 2, coordinator.address) as engine:
             until(engine.is_on, "the coordinator decides")
-            for first in (1000, 2000, 3000):
+            for first in BATCHES:
                 rooms = range(first, first + 200)
                 engine.say(f"prefill {' '.join(map(str, rooms))}")
                 engine.in_flight(*rooms)
@@ -38,4 +41,5 @@ def test_many_that_end_one_after_the_other_are_retired_by_all_ranks_in_the_same_
                 steps |= {end.step for end in ends}
     finally:
         coordinator.close()
-    assert len(steps) > 10  # else this shows nothing
+    # Else each batch was retired in one step, and this shows nothing. More depends on the host's speed.
+    assert len(steps) > len(BATCHES)
