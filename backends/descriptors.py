@@ -6,6 +6,7 @@ list from touching memory outside a registered region, on either side.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -173,7 +174,7 @@ def merged_runs(part: Part) -> Runs:
         source, destination, lengths = part.source_blocks, part.destination_blocks, part.lengths
         if lengths is None:
             source, destination, lengths = runs_of(source, destination)
-        size_bytes = lengths * np.int64(block_bytes)
+        size_bytes = lengths * _wide(block_bytes)
     else:
         # There is a gap behind each block.
         source, destination = all_blocks(part)
@@ -181,7 +182,19 @@ def merged_runs(part: Part) -> Runs:
     return Runs(_offsets(source, part.source), _offsets(destination, part.destination), size_bytes)
 
 
+@lru_cache(maxsize=256)
+def _wide(number: int) -> NDArray[np.int64]:
+    """Return a factor that makes int64 of int32 blocks, in an array of one.
+
+    A scalar would be made into such an array for each product, which with short parts, of which a large move
+    has thousands, costs as much again as the product does.
+    """
+    factor = np.array([number], np.int64)
+    factor.flags.writeable = False
+    return factor
+
+
 def _offsets(blocks: BlockIndex, grid: Grid) -> NDArray[np.int64]:
     """Where blocks begin in their region, in bytes."""
-    offsets = blocks * np.int64(grid.stride_bytes)
+    offsets = blocks * _wide(grid.stride_bytes)
     return offsets + grid.offset_bytes if grid.offset_bytes else offsets
