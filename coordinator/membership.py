@@ -192,6 +192,8 @@ class Membership:
         if holder is not None:
             self.lose(holder, restart_reason(holder), "its place was taken by a new process", gone=True)
             self.groups[group.name] = group
+        # A rank that was lost just after it had acknowledged let the log be trimmed beyond what was stable.
+        have = max(have, group.log.first - 1)
         rank = Rank(group, hello, identity, have, asyncio.get_running_loop().time())
         group.ranks[hello.rank] = rank
         if hello.memory is not None:

@@ -138,6 +138,31 @@ async def test_a_new_engine_never_hears_the_numbers_of_the_old_one() -> None:
         assert [type(event) for event in new.events] == [Outcome, Released]
 
 
+@virtual_time
+async def test_a_new_engine_is_not_asked_for_what_the_old_one_heard_last() -> None:
+    """The old one acknowledges and leaves in one breath: the group has trimmed its log, and nobody is left."""
+    async with VirtualStage() as stage:
+        (old,) = await stage.group(Role.DECODE, "d", 1)
+        old.acknowledges = False
+        old.cancel(6)
+        group = stage.service.membership.groups["d"]
+        await eventually_async(lambda: group.log.head == 2)
+        assert (group.stable, len(group.log)) == (0, 2)
+        old.head = 2
+        old.submit()
+        old.leave()
+        await turns()
+        assert len(group.log) == 0
+        new = RankPeer(stage, Role.DECODE, "d", 0, 1)
+        await new.join()
+        new.again()  # as after a line that was cut
+        await turns()
+        assert not new.refusals
+        new.cancel(7)
+        assert await new.failure(7) == "cancelled_by_decode"
+        assert [event.room for event in new.events] == [7, 7]
+
+
 @pytest.mark.parametrize(("role", "reason"), [(Role.PREFILL, "rank_lost"), (Role.DECODE, "peer_restarted")])
 async def test_whose_place_is_taken_fails_with_the_reason_of_its_side(role: Role, reason: str) -> None:
     """Case C07: the failure says which side has to be looked at."""
