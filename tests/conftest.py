@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 import uvloop
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import leftovers
 from tests.support.processes import Programs
@@ -20,6 +21,10 @@ from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from xdist.remote import Producer
+
+_SLOW_START = "tests/sglang/"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +48,19 @@ def pytest_report_header(config: pytest.Config) -> str:
     if config.getoption("--vllm"):
         return "only the tests with real vLLM engines are run"
     return "the tests with real vLLM engines are left out, which take long; --vllm runs them"
+
+
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """Give a process that asks for work the next test; those with SGLang all to one, for it starts slowly."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Name the unit of work of a test."""
+        return _SLOW_START if nodeid.startswith(_SLOW_START) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    """Share the tests out."""
+    return Scheduling(config, log)
 
 
 def pytest_configure() -> None:

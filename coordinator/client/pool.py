@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+import numpy as np
 
 from backends.base import Region
 from coordinator.client.segment import Segment
@@ -14,9 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from coordinator.layout import Layout, Share
 
+_Memory = TypeVar("_Memory", "NDArray[np.uint8]", "torch.Tensor")
 #: Page and block numbers are int32 on the wire and in the backends.
 _MAX_BLOCKS: Final = 2**31 - 1
 
@@ -42,9 +47,10 @@ class KVPool:
         pages: int,
         world_size: int,
         *,
-        tensors: Sequence[torch.Tensor],
-        segment: Segment | None,
-        pinned: bool,
+        arrays: Sequence[NDArray[np.uint8]] = (),
+        segment: Segment | None = None,
+        pinned: bool = False,
+        tensors: Sequence[torch.Tensor] = (),
         extras: Sequence[torch.Tensor] = (),
     ) -> None:
         """Take what ``allocate`` or ``wrap`` made.
@@ -53,24 +59,28 @@ class KVPool:
             layout: the geometry of the whole engine's cache.
             pages: how many pages the pool has.
             world_size: ranks in the group that shares the cache.
-            tensors: K and V, in one piece or several: uint8, each of shape (some planes, pages, page
-                bytes), contiguous.
+            arrays: of a pool that was allocated: K and V, then the layout's extras, each right behind
+                the last; uint8, of shape (planes, pages, page bytes).
             segment: the shared file behind it, if any; the pool closes it.
             pinned: it was registered with CUDA, and must be given back.
-            extras: the layout's extras, in order, right behind ``tensor``; each uint8, of shape
-                (layers, pages, page bytes).
+            tensors: of a pool that was wrapped: K and V, in one piece or several: uint8, each of shape
+                (some planes, pages, page bytes), contiguous.
+            extras: of such a pool: the layout's extras, in order, right behind its only tensor; each
+                uint8, of shape (layers, pages, page bytes).
 
         """
         self.layout = layout
         self.pages = pages
         self.world_size = world_size
         self.path = "" if segment is None else segment.path
-        self.regions = _regions(tensors, extras, self.path)
+        self.regions = _regions_of(tensors, extras) if tensors else (_region_of(arrays, self.path),)
         self.size_bytes = sum(region.size_bytes for region in self.regions)
+        self._arrays = tuple(arrays)
         self._tensors = tuple(tensors)
         self._extras = tuple(extras)
         self._segment = segment
         self._pinned = pinned
+        self._closed = False
 
     @classmethod
     def allocate(
@@ -92,8 +102,6 @@ class KVPool:
             PoolError: the pool is empty or too large, there is no such memory, or it cannot be pinned.
 
         """
-        import torch  # noqa: PLC0415 - only who has a pool pays for torch
-
         layout.check(world_size)
         share = _share(layout, world_size, rank)
         planes = share.layers * layout.sections[0].planes
@@ -103,14 +111,14 @@ class KVPool:
             )
             raise PoolError(message)
         segment = Segment(layout.pool_bytes(pages, world_size, rank))
-        memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        memory = np.frombuffer(segment.memory, np.uint8)
         try:
             pinned = _pin(memory, wanted=pin)
         except PoolError:
             segment.close()
             raise
-        tensor, *extras = _cut(memory, layout, share, pages)
-        return cls(layout, pages, world_size, tensors=[tensor], segment=segment, pinned=pinned, extras=extras)
+        arrays = _cut(memory, layout, share, pages)
+        return cls(layout, pages, world_size, arrays=arrays, segment=segment, pinned=pinned)
 
     @classmethod
     def wrap(
@@ -134,7 +142,7 @@ class KVPool:
             PoolError: the tensors do not fit the layout or each other, or are not contiguous.
 
         """
-        import torch  # noqa: PLC0415 - see above
+        import torch  # noqa: PLC0415 - only who has tensors pays for torch, which takes seconds
 
         layout.check(world_size)
         share = _share(layout, world_size, rank)
@@ -145,7 +153,23 @@ class KVPool:
             views = [tensor]
         else:
             extras, views = [], [memory.view(-1, pages, layout.page_bytes(world_size)) for memory in flat]
-        return cls(layout, pages, world_size, tensors=views, segment=None, pinned=False, extras=extras)
+        return cls(layout, pages, world_size, tensors=views, extras=extras)
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.uint8], ...]:
+        """The memory as numpy arrays: what ``tensors`` has, then ``extras``.
+
+        Raises:
+            PoolError: the pool is closed, or lies on a GPU.
+
+        """
+        self.check_open()
+        if not self._arrays:
+            if self.regions[0].memory != "host":
+                message = f"the pool lies on {self._tensors[0].device}: use KVPool.tensors"
+                raise PoolError(message)
+            self._arrays = tuple(tensor.numpy() for tensor in (*self._tensors, *self._extras))
+        return self._arrays
 
     @property
     def extras(self) -> tuple[torch.Tensor, ...]:
@@ -155,7 +179,7 @@ class KVPool:
             PoolError: the pool is closed.
 
         """
-        self.check_open()
+        self._see_tensors()
         return self._extras
 
     @property
@@ -166,10 +190,11 @@ class KVPool:
             PoolError: the pool is closed, or wraps several tensors.
 
         """
-        if len(self.tensors) > 1:
-            message = f"the pool wraps {len(self.tensors)} tensors: use KVPool.tensors"
+        tensors = self.tensors
+        if len(tensors) > 1:
+            message = f"the pool wraps {len(tensors)} tensors: use KVPool.tensors"
             raise PoolError(message)
-        return self.tensors[0]
+        return tensors[0]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -179,15 +204,25 @@ class KVPool:
             PoolError: the pool is closed.
 
         """
-        self.check_open()
+        self._see_tensors()
         return self._tensors
 
+    def _see_tensors(self) -> None:
+        """See memory that was allocated as tensors, too, once somebody asks for them."""
+        self.check_open()
+        if not self._tensors:
+            import torch  # noqa: PLC0415 - see KVPool.wrap
+
+            tensor, *extras = map(torch.from_numpy, self._arrays)
+            self._tensors, self._extras = (tensor,), tuple(extras)
+
     def close(self) -> None:
-        """Give the memory back; tensors that are still referred to stay valid. Twice is fine."""
+        """Give the memory back; tensors and arrays that are still referred to stay valid. Twice is fine."""
         if self._pinned:
             self._pinned = False
             _unpin(self.regions[0].address)
-        self._tensors = self._extras = ()
+        self._closed = True
+        self._arrays, self._tensors, self._extras = (), (), ()
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -199,7 +234,7 @@ class KVPool:
             PoolError: it is.
 
         """
-        if not self._tensors:
+        if self._closed:
             message = "the pool is closed"
             raise PoolError(message)
 
@@ -223,22 +258,31 @@ def _share(layout: Layout, world_size: int, rank: int) -> Share:
     return layout.share(world_size, rank)
 
 
-def _cut(memory: torch.Tensor, layout: Layout, share: Share, pages: int) -> list[torch.Tensor]:
+def _cut(memory: _Memory, layout: Layout, share: Share, pages: int) -> list[_Memory]:
     """Cut bytes in one piece into the sections of a pool: K and V, then the extras."""
     shapes = [
         (share.layers * section.planes, pages, section.rows * share.heads * section.head_bytes)
         for section in layout.sections
     ]
-    ends = list(accumulate(map(math.prod, shapes)))
+    ends: list[int] = list(accumulate(map(math.prod, shapes)))
     return [
-        memory[start:end].view(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)
+        memory[start:end].reshape(shape)
+        for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)
     ]
 
 
-def _regions(
-    tensors: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], path: str
-) -> tuple[Region, ...]:
-    """Describe the memory to a backend; extras lie right behind their only tensor."""
+def _region_of(arrays: Sequence[NDArray[np.uint8]], path: str) -> Region:
+    """Describe memory of our own to a backend: one buffer."""
+    return Region(
+        address=arrays[0].ctypes.data,
+        size_bytes=sum(array.nbytes for array in arrays),
+        memory="host",
+        path=path or None,
+    )
+
+
+def _regions_of(tensors: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> tuple[Region, ...]:
+    """Describe an engine's memory to a backend; extras lie right behind their only tensor."""
     behind = sum(extra.nbytes for extra in extras)
     return tuple(
         Region(
@@ -246,7 +290,6 @@ def _regions(
             size_bytes=tensor.nbytes + behind,
             memory="cuda" if tensor.device.type == "cuda" else "host",
             device=(tensor.device.index or 0) if tensor.device.type == "cuda" else 0,
-            path=path or None,
         )
         for tensor in tensors
     )
@@ -284,25 +327,27 @@ def _pages_in(tensors: Sequence[torch.Tensor], layout: Layout, page_bytes: int, 
     return pages
 
 
-def _pin(tensor: torch.Tensor, *, wanted: bool | None) -> bool:
+def _pin(memory: NDArray[np.uint8], *, wanted: bool | None) -> bool:
     """Page-lock the memory with CUDA; returns whether that was done."""
-    import torch  # noqa: PLC0415 - see above
-
     # Asking CUDA anything would create a context on a GPU; so by default only one that exists is used.
-    if wanted is False or (wanted is None and not torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    if not wanted and (wanted is False or "torch" not in sys.modules):
+        return False
+    import torch  # noqa: PLC0415 - see KVPool.wrap
+
+    if wanted is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     if not torch.cuda.is_available():
         message = "the pool cannot be pinned: this process has no CUDA device; use pin=False"
         raise PoolError(message)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    code = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if code:
-        message = f"the pool of {tensor.nbytes} bytes cannot be pinned: cudaHostRegister returned {code}"
+        message = f"the pool of {memory.nbytes} bytes cannot be pinned: cudaHostRegister returned {code}"
         raise PoolError(message)
     return True
 
 
 def _unpin(address: int) -> None:
-    import torch  # noqa: PLC0415 - see above
+    import torch  # noqa: PLC0415 - see KVPool.wrap
 
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from coordinator.sim.settings import RankSettings
 
-#: Until the fork server answers; at first it loads torch, on a host that may be busy.
+#: Until the fork server answers; at first it loads what ranks need, on a host that may be busy.
 _FORK_S: Final = 60.0
 _ENDING_S: Final = 10.0
 _READ_BYTES: Final = 1 << 16
 
 
 class ForkServer:
-    """Starts ranks by forking them off a process that has torch loaded."""
+    """Starts ranks by forking them off a process that has loaded what they need."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         """Start it, with its log in ``directory``; it gets ready while others start.

@@ -1,4 +1,4 @@
-"""A process that has torch loaded already and forks ranks: importing torch costs a rank two seconds.
+"""A process that has loaded what ranks need and forks them: loading it takes up to some seconds.
 
 ``python -m coordinator.sim.forkserver PARENT`` reads a ``Fork`` a line from stdin and writes lines of
 ``Forked`` and ``Ended`` to stdout. Ranks end when it ends; it ends with stdin and with its parent.
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import torch  # noqa: F401 - the same
 
 import coordinator.sim.rank  # noqa: F401 - what ranks need is loaded once, here
 from coordinator.sim import leash
@@ -49,6 +48,8 @@ def main() -> None:
 
 
 def _fork(fork: Fork) -> int:
+    if fork.settings.private:
+        import_module("torch")  # for all that come after it
     parent = os.getpid()
     pid = os.fork()
     if pid:

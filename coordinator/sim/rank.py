@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import torch
 import zmq
 
 from backends.base import BackendError
@@ -131,6 +130,8 @@ def _make_pool(settings: RankSettings) -> KVPool:
     layout, world_size, rank = settings.layout, settings.world_size, settings.rank
     if not settings.private:
         return KVPool.allocate(layout, settings.pages, world_size, rank=rank)
+    import torch  # noqa: PLC0415 - takes seconds, and only memory of an engine's own needs it
+
     memory = torch.zeros(layout.pool_bytes(settings.pages, world_size, rank), dtype=torch.uint8)
     return KVPool.wrap([memory], layout, world_size, rank=rank)
 
@@ -138,8 +139,7 @@ def _make_pool(settings: RankSettings) -> KVPool:
 def _connect(
     settings: RankSettings, engines: Engines, pool: KVPool, cleanup: ExitStack
 ) -> tuple[Engine, PrefillRank | DecodeRank]:
-    buffers = [tensor.numpy() for tensor in (pool.tensor, *pool.extras)]
-    sections = sections_of(buffers, settings.layout, settings.world_size, settings.rank, settings.pages)
+    sections = sections_of(pool.arrays, settings.layout, settings.world_size, settings.rank, settings.pages)
     sabotage = settings.sabotage if settings.rank == settings.sabotage_rank else Sabotage.NONE
     if settings.role is Role.PREFILL:
         prefill = PrefillRank.connect(

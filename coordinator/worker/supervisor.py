@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import sys
 from enum import StrEnum
@@ -192,6 +193,8 @@ class Worker:
                 "-m",
                 "coordinator.worker",
                 stdin=asyncio.subprocess.PIPE,
+                # Else numpy starts a thread for each core, for linear algebra: there is none here.
+                env={"OPENBLAS_NUM_THREADS": "1"} | os.environ,
             )
         except OSError as error:
             return f"cannot be started: {error}", False

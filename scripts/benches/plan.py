@@ -20,7 +20,7 @@ import numpy as np
 
 from backends.descriptors import merged_runs
 from coordinator import presets
-from coordinator.client import DecodeRank, Endpoint, Outcome, PrefillRank
+from coordinator.client import DecodeRank, Endpoint, KVPool, Outcome, PrefillRank
 from coordinator.config import Config
 from coordinator.errors import NotReadyError
 from coordinator.layout import Layout
@@ -29,7 +29,6 @@ from coordinator.worker.places import RankPool
 from coordinator.worker.plan import route
 from coordinator.worker.settings import Budget
 from scripts.benches import at_most
-from scripts.benches.support.pool import lean_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +166,7 @@ def _ranks(directory: str, layout: Layout, pages: Pages, line: Connection) -> No
     with ExitStack() as cleanup:
         ranks: list[PrefillRank | DecodeRank] = []
         for number in range(world_size):
-            pools = [cleanup.enter_context(lean_pool(layout, pages.size, world_size)) for _ in range(2)]
+            pools = [cleanup.enter_context(KVPool.allocate(layout, pages.size, world_size)) for _ in range(2)]
             endpoint = cleanup.enter_context(Endpoint(pools[1], "loopback"))
             ranks.append(
                 cleanup.enter_context(

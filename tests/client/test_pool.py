@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +56,33 @@ def test_a_pool_is_one_zeroed_buffer_layer_first() -> None:
         assert pool.size_bytes == 4 * 8 * 128 == LAYOUT.pool_bytes(8, 2)
         assert pool.regions[0].address == pool.tensor.data_ptr()
         assert (pool.layout, pool.pages, pool.world_size) == (LAYOUT, 8, 2)
+
+
+def test_it_is_an_array_for_those_without_torch() -> None:
+    script = """
+import sys
+from coordinator.client import KVPool
+from tests.client.peer import LAYOUT
+with KVPool.allocate(LAYOUT, 8, world_size=2) as pool:
+    (array,) = pool.arrays
+    array[3, 5, 7] = 42
+    assert "torch" not in sys.modules
+    assert (array.shape, array.ctypes.data) == ((4, 8, 128), pool.regions[0].address)
+    assert pool.tensor[3, 5, 7] == 42
+print("well")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("well\n", 0), done.stderr
+
+
+def test_an_engine_s_own_tensors_are_seen_as_arrays_where_they_lie_on_the_host() -> None:
+    planes = [torch.zeros(8, 256, dtype=torch.uint8) for _ in range(4)]
+    pool = KVPool.wrap(planes, LAYOUT)
+    pool.arrays[2][0, 5, 7] = 42
+    assert planes[2][5, 7] == 42
+    pool.close()
+    with pytest.raises(PoolError, match="closed"):
+        _ = pool.arrays
 
 
 def test_its_file_is_named_as_workers_want_it_and_private() -> None:

@@ -21,7 +21,7 @@ _SEEDS_PER_PROCESS_SEED = 50
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
-    """One process with torch loaded, from which ranks are forked."""
+    """One process with everything loaded, from which ranks are forked."""
     with tempfile.TemporaryDirectory(prefix="t-") as directory:
         # Some tests bring ranks of their own.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -140,7 +140,7 @@ async def test_a_new_engine_never_hears_the_numbers_of_the_old_one() -> None:
 
 @virtual_time
 async def test_a_new_engine_is_not_asked_for_what_the_old_one_heard_last() -> None:
-    """The old one acknowledges and leaves in one breath: the group has trimmed its log, and nobody is left."""
+    """The old one acknowledges and leaves in one breath, and the group trims its log with nobody left."""
     async with VirtualStage() as stage:
         (old,) = await stage.group(Role.DECODE, "d", 1)
         old.acknowledges = False

@@ -1,4 +1,4 @@
-"""One process with torch loaded, from which the ranks of all tests here are forked."""
+"""One process with everything loaded, from which the ranks of all tests here are forked."""
 
 from __future__ import annotations
 

@@ -532,7 +532,7 @@ def test_progress_names_what_got_on_and_what_waits_but_not_what_stands_still(
     third.end()
 
     # 1 and 2 stand still; 4 has taken the place that became free; 5 waits, and 3 for its next turn.
-    (progress,) = bench.sender.reports.wait(Progress)
+    progress = bench.sender.reports.wait(Progress)[0]
     assert {3, 5} <= set(progress.moves) <= {3, 4, 5}
 
 
@@ -551,8 +551,7 @@ def test_a_move_of_which_a_part_has_arrived_got_on(
 
     second.gets_on = True
 
-    (progress,) = bench.sender.reports.wait(Progress)
-    assert progress.moves == [2]
+    assert bench.sender.reports.wait(Progress)[0].moves == [2]
 
 
 def test_a_transfer_that_gets_on_is_asked_as_often_as_at_its_begin(

@@ -30,7 +30,7 @@ from coordinator.messages import Role
 from coordinator.sim.child import Child, start
 from coordinator.sim.coordinator_process import CoordinatorProcess
 from coordinator.sim.errors import SimulationError
-from scripts.benches.support.pool import tiny_layout
+from scripts.benches.support.layout import tiny_layout
 from scripts.benches.support.rank_process import READY_S, RankSettings
 
 if TYPE_CHECKING:

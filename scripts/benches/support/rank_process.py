@@ -22,7 +22,6 @@ import msgspec
 from coordinator.client import ClientSettings, DecodeRank, Endpoint, KVPool, Layout, PrefillRank
 from coordinator.messages import Role
 from coordinator.sim import leash
-from scripts.benches.support.pool import lean_pool
 
 READY_S: Final = 60.0
 
@@ -68,7 +67,7 @@ def main() -> None:
     with ExitStack() as cleanup:
         driver = cleanup.enter_context(_connect_driver(settings.driver))
         driver.send((settings.group, settings.rank))
-        pool = cleanup.enter_context(lean_pool(settings.layout, settings.pages, settings.world_size))
+        pool = cleanup.enter_context(KVPool.allocate(settings.layout, settings.pages, settings.world_size))
         rank = _join(settings, pool, cleanup)
         rank.wait_ready(READY_S)
         # As engines do once they have warmed up: what was loaded is not to be collected again and again.
