@@ -52,7 +52,7 @@ def test_no_page_ever_holds_foreign_bytes(
         run.start()
         run.hold_up()
         run.storm(HANDOFFS, STOPS)
-        run.hold_up()
+        run.hold_up(until_fenced=True)
         run.replace_coordinator()
         run.storm(HANDOFFS // 10, 1)
         run.replace_decode()

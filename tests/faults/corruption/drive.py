@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections import Counter
+from functools import partial
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Final, Self
@@ -106,15 +107,19 @@ class Corruption:
             self._hand_over(1, 1)
             self._settle()
 
-    def hold_up(self) -> None:
-        """Fail handoffs whose bytes are stuck on their way, and let these go on before they are fenced."""
+    def hold_up(self, *, until_fenced: bool = False) -> None:
+        """Fail handoffs whose bytes are stuck on their way; these go on before they are fenced, or after it."""
         for _ in range(_HOLD_UPS):
+            fences = self.fences()
             handoffs = self._hand_over_large()
             self.decode.stop(0)
             self._until_prefill_has_heard(handoffs)
+            caught = any(handoff.outcome == "deadline" for handoff in handoffs)
+            if caught and until_fenced:
+                self._until(partial(self._fenced_since, fences), "a fence")
             self.decode.cont(0)
             self._settle()
-            if any(handoff.outcome == "deadline" for handoff in handoffs):
+            if caught:
                 return
         pytest.fail("every large handoff was over before decode could be stopped: this host is too busy")
 
@@ -163,6 +168,9 @@ class Corruption:
     def fences(self) -> int:
         """How often a link was destroyed to make pages quiet."""
         return self.cluster.coordinator.log_path.read_text().count('"release.fence"')
+
+    def _fenced_since(self, before: int) -> bool:
+        return self.fences() > before
 
     def _hand_over_large(self) -> list[Handoff]:
         """Have as many large prompts under way as fit, each with its second half still to come."""
