@@ -114,22 +114,27 @@ class Strip:
 
     def parts(self, column: Runs, most: int) -> Iterator[tuple[Part, int]]:
         """Yield a column in all planes, in parts of at most ``most`` blocks, each with their number."""
+        size, lengths = column.source.size, column.lengths
         planes = min(max(1, most // column.blocks), self.source_planes.size)
-        runs = planes * column.source.size
-        lengths = column.lengths
         if lengths is not None and planes > 1:
             lengths = np.tile(lengths, planes)
+        runs = planes * size
         step = planes * max(1, _RUNS_AT_ONCE // runs)
         for plane in range(0, self.source_planes.size, step):
-            source = np.add.outer(self.source_planes[plane : plane + step], column.source).reshape(-1)
-            destination = np.add.outer(
-                self.destination_planes[plane : plane + step], column.destination
-            ).reshape(-1)
-            for run in range(0, source.size, runs):
-                here, there = source[run : run + runs], destination[run : run + runs]
+            sources = np.add.outer(self.source_planes[plane : plane + step], column.source)
+            destinations = np.add.outer(self.destination_planes[plane : plane + step], column.destination)
+            whole = len(sources) - len(sources) % planes
+            # Rows of an array are cheaper than as many slices.
+            pairs = zip(
+                sources[:whole].reshape(-1, runs), destinations[:whole].reshape(-1, runs), strict=True
+            )
+            for here, there in pairs:
+                yield Part(self.source, here, self.destination, there, lengths), planes * column.blocks
+            if whole < len(sources):
+                here, there = sources[whole:].reshape(-1), destinations[whole:].reshape(-1)
                 each = None if lengths is None else lengths[: here.size]
                 part = Part(self.source, here, self.destination, there, each)
-                yield part, here.size // column.source.size * column.blocks
+                yield part, here.size // size * column.blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -307,7 +307,7 @@ def test_a_sender_may_have_memory_of_its_own(make_pair: Callable[..., Pair]) -> 
     private = np.full(SIZE, 7, np.uint8)
     assert pair.sender.register(Region(private.ctypes.data, SIZE)) == 1
     part = whole(SIZE)
-    part = replace(part, source=replace(part.source, region=1))
+    part = msgspec.structs.replace(part, source=replace(part.source, region=1))
     until_done(pair.connect().write([part]))
     assert (pair.theirs.bytes == 7).all()
     with pytest.raises(BackendError, match="without a file"):

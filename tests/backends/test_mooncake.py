@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +288,7 @@ def test_a_failed_write_is_followed_to_its_end(
     first, second = decode("peer", peer.endpoint).regions
     lie = msgspec.structs.replace(first, address=second.address + second.size_bytes - MIB // 2)
     link = make_sender(ours).connect("peer", changed(peer.endpoint, regions=(lie, second)))
-    lying, honest = whole(MIB), replace(whole(MIB), destination=plain_grid(MIB, region=1))
+    lying, honest = whole(MIB), msgspec.structs.replace(whole(MIB), destination=plain_grid(MIB, region=1))
     for _ in range(2):
         bad, good = link.write([lying]), link.write([honest])
         assert until_terminal(bad) is Status.FAILED

@@ -208,7 +208,7 @@ def test_memory_that_the_peer_did_not_register_is_not_written(
         link = backend.connect("peer", changed(peer.endpoint, regions=(lie, second)))
         with pytest.raises(TransferError):
             link.write([whole(MIB)])
-        until_done(link.write([replace(whole(MIB), destination=plain_grid(MIB, region=1))]))
+        until_done(link.write([msgspec.structs.replace(whole(MIB), destination=plain_grid(MIB, region=1))]))
     assert not peer.memory[0].bytes.any()
 
 
@@ -278,7 +278,7 @@ def test_links_give_back_what_they_took(
 
     # Scattered, so that the engine has much to remember about each write.
     part = whole(LARGE_BYTES)
-    part = replace(part, destination_blocks=part.destination_blocks[::-1])
+    part = msgspec.structs.replace(part, destination_blocks=part.destination_blocks[::-1])
 
     def cycle() -> None:
         link = backend.connect("peer", peer.endpoint)

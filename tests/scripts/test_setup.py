@@ -185,7 +185,7 @@ def test_check_is_content_when_all_is_well(tree: Tree) -> None:
 def test_test_passes_its_arguments_to_pytest(tree: Tree) -> None:
     done = tree.script("test", "-k", "some thing")
     assert done.returncode == 0, done.stderr
-    assert tree.calls[-1] == "python -m pytest -n 3 -k some thing"
+    assert tree.calls[-1] == "python -m pytest -n 4 -k some thing"
     assert tree.installed == ["[dev,mooncake,nixl,torch]"]
 
 

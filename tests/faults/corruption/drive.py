@@ -108,7 +108,7 @@ class Corruption:
             self._settle()
 
     def hold_up(self, *, until_fenced: bool = False) -> None:
-        """Fail handoffs whose bytes are stuck on their way; these go on before they are fenced, or after it."""
+        """Fail handoffs whose bytes are stuck on their way; these go on before the fence, or after it."""
         for _ in range(_HOLD_UPS):
             fences = self.fences()
             handoffs = self._hand_over_large()
