@@ -80,7 +80,7 @@ def run(options: DemoOptions) -> int:
     console = Console()
     refusal = _refusal(options)
     if refusal:
-        console.print(refusal, highlight=False, soft_wrap=True)
+        console.print(refusal, highlight=False, soft_wrap=True, markup=False)
         return _UNUSABLE
     try:
         with interruptible():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from backends import registry
+from backends.base import BackendUnavailableError
 from coordinator.sim.demo import DemoOptions, run
 from coordinator.sim.engine import Sabotage
 from tests.backends.rigs import needs_mooncake, needs_nixl
@@ -181,6 +183,18 @@ def test_what_cannot_be_shown_is_refused_in_a_sentence(
 ) -> None:
     assert run(options) == 2
     assert sentence in capsys.readouterr().out
+
+
+def test_what_to_install_is_told_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str) -> None:
+        message = f"install what it needs, for example pip install 'kv-coordinator[{name}]'"
+        raise BackendUnavailableError(message)
+
+    monkeypatch.setattr(registry, "load", load)
+    assert run(DemoOptions("mooncake")) == 2
+    assert "'kv-coordinator[mooncake]'" in capsys.readouterr().out
 
 
 def test_a_result_that_cannot_be_written_is_refused_at_once(
