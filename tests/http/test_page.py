@@ -12,6 +12,7 @@ import pytest
 
 from tests.http import browser
 from tests.http.served import in_every_state, served
+from tests.service.stage import config
 from tests.support.waiting import eventually_async
 
 #: Where the screenshot is kept: the directory of a CI job's artefacts, or this one.
@@ -47,7 +48,9 @@ async def test_a_browser_shows_who_waits_for_whom_and_frees_a_request(
     binary = browser.program()
     if binary is None:
         pytest.skip("there is no chromium here (Debian package chromium), so the page was not looked at")
-    async with served() as it, browser.browsing(binary, short_dir) as page:
+    # What is held is to be held until the browser has started, which takes long on a busy host.
+    patient = config(release={"settle_s": 60.0}, handoff={"stall_s": 60.0})
+    async with served(patient) as it, browser.browsing(binary, short_dir) as page:
         rooms = await in_every_state(it.stage)
         await page.open(it.server.url)
         await page.until("document.body?.dataset.looked > 0", 40)
