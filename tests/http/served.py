@@ -80,7 +80,6 @@ async def served(
 async def in_every_state(stage: Stage) -> dict[str, int]:
     """Bring handoffs into each state; returns a room for each, by what it shows."""
     prefill, decode, workers = await stage.pair(2, auto=False)
-    del workers
     rooms = {"open": 1, "waiting": 2, "moving": 3, "held": 4, "refused": 5}
     for rank in decode:
         rank.offer(rooms["open"], 1)
@@ -92,6 +91,8 @@ async def in_every_state(stage: Stage) -> dict[str, int]:
     prefill[0].send_pages(rooms["waiting"], 3)
     seen = stage.service.rooms
     await eventually_async(lambda: seen.moving == 2 and len(seen.active) == 4)
+    for worker in workers:
+        await worker.move(1)  # what has not reached a worker is not held
     prefill[0].cancel(rooms["held"], "the user is gone")
     prefill[0].open_room(rooms["refused"])
     prefill[1].cancel(rooms["refused"], "never mind")
