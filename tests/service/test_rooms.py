@@ -510,7 +510,7 @@ async def test_a_thousand_cancels_at_once_while_all_of_them_move() -> None:
         for room in rooms:
             decode[0].cancel(room)
         await all_over(prefill + decode, rooms, asked_s)
-        assert worker.revoked() == {move.move for move in worker.moves()}
+        await eventually_async(lambda: worker.revoked() == {move.move for move in worker.moves()})
         assert not prefill[0].released(1)
         for move in worker.moves():
             worker.failed(move, "revoked", started=False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT: Final = Path(__file__).parents[2]
-#: A step is a millisecond; processes share two cores with others.
+#: A step is some milliseconds; processes share two cores with others.
 PATIENCE_S: Final = 60.0
 
 
