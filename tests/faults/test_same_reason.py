@@ -199,7 +199,10 @@ def worker_dead_in_the_middle(stage: Stage) -> str:
 def prefill_dead_in_the_middle(stage: Stage) -> str:
     """Its worker closes its engine."""
     room = stage.stuck()
+    lost = len(stage.world.logged("rank.lost"))
     stage.prefill.kill()
+    # Else all may have arrived before the death is seen, and then it succeeds.
+    eventually(lambda: len(stage.world.logged("rank.lost")) > lost, PATIENCE_S, "its death is seen")
     stage.decode.child.cont()
     return stage.reason(stage.decode, room)
 
