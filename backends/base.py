@@ -120,7 +120,7 @@ class Grid:
         return self.offset_bytes + (self.count - 1) * self.stride_bytes + self.block_bytes
 
 
-# A large move has thousands of parts: they are five times cheaper to make than a dataclass.
+# A large move has thousands of parts, and a Struct is five times cheaper to make than a frozen dataclass.
 class Part(Struct, frozen=True, eq=False):
     """Copy blocks of ``source`` onto blocks of ``destination``, run by run.
 
