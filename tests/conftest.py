@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import secrets
 import shutil
 import tempfile
@@ -41,6 +42,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = bool(config.getoption("--vllm"))
     config.hook.pytest_deselected(items=kinds[not wanted])
     items[:] = kinds[wanted]
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Compile a share of all test modules, where several processes are about to compile each of them.
+
+    They all collect all tests, so each would rewrite all assertions. Now it finds what the others have done.
+    """
+    config = session.config
+    me = getattr(config, "workerinput", None)
+    if me is None or config.args != config.getini("testpaths"):
+        return
+    number = int(me["workerid"].removeprefix("gw"))
+    modules = sorted((config.rootpath / "tests").rglob("test_*.py"))
+    for path in modules[number :: me["workercount"]]:
+        importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

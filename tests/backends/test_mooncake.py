@@ -508,7 +508,7 @@ def test_links_give_back_what_they_took(
 
     for _ in range(3):
         cycle()
-    before = process.num_fds(), process.num_threads()
+    descriptors, threads = process.num_fds(), process.num_threads()
     grown_bytes = []
     # What leaks does so in every round; what an allocator keeps for later, or another thread takes, in one.
     for _ in range(3):
@@ -516,7 +516,9 @@ def test_links_give_back_what_they_took(
         for _ in range(10):
             cycle()
         grown_bytes.append(process.memory_info().rss - before_bytes)
-    assert (process.num_fds(), process.num_threads()) == before
+    # A thread of the last link may still have been on its way out when they were counted first.
+    assert process.num_fds() <= descriptors
+    assert process.num_threads() <= threads
     assert min(grown_bytes) < 4 * MIB, grown_bytes
 
 

@@ -69,7 +69,7 @@ def test_backends_of_others_come_from_entry_points(monkeypatch: pytest.MonkeyPat
             "loopback": "their_package:Theirs",
         }.items()
     )
-    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points.select(group=group))
 
     assert registry.load("theirs") is Theirs
     assert "theirs" in registry.names()

@@ -29,22 +29,28 @@ if TYPE_CHECKING:
     from coordinator.messages import Event
     from tests.support.processes import Program, Programs
 
-#: One tensor for each of two layers, K and V apart, as an engine has them.
+#: One tensor for each of two layers, K and V apart, as an engine has them; or memory that is allocated
+#: for it, where an import of torch, which takes seconds, would prove nothing more.
 PREFILL = """
 import faulthandler, logging, sys, time
-import torch
 from coordinator.client import KVPool, Layout, Outcome, PrefillRank, Released
 faulthandler.enable()
 logging.basicConfig(level=logging.INFO)
-address, device, ending = sys.argv[1:]
+address, memory, ending = sys.argv[1:]
 layout = Layout(layers=2, page_tokens=4, kv_heads=4, head_size=8, dtype="float16")
-layers = [torch.zeros(2, 16, 256, dtype=torch.uint8, device=device) for _ in range(2)]
+if memory == "allocated":
+    pool = KVPool.allocate(layout, 16)
+    layers = pool.arrays[0].reshape(2, 2, 16, 256)
+else:
+    import torch
+    layers = [torch.zeros(2, 16, 256, dtype=torch.uint8, device=memory) for _ in range(2)]
+    pool = KVPool.wrap(layers, layout)
 for number, layer in enumerate(layers):
     layer[0, 3], layer[1, 3] = 10 + number, 20 + number
     layer[0, 4], layer[1, 4] = 30 + number, 40 + number
-if device != "cpu":
+if memory.startswith("cuda"):
     torch.cuda.synchronize()
-rank = PrefillRank.connect(address, group="p", rank=0, world_size=1, pool=KVPool.wrap(layers, layout))
+rank = PrefillRank.connect(address, group="p", rank=0, world_size=1, pool=pool)
 rank.wait_ready(20)
 print("ready", flush=True)
 rank.send(7, [3, 4], last=True)
@@ -67,7 +73,7 @@ class Stage:
         self, programs: Programs, directory: Path, stack: ExitStack, backend: str, device: str = "cpu"
     ) -> None:
         self.programs = programs
-        self.device = device
+        self.memory = device
         self.coordinator = Coordinator(programs, directory, backend, "rank")
         self.address = self.coordinator.address
         if backend == "loopback":
@@ -86,7 +92,7 @@ class Stage:
 
     def prefill(self, ending: str = "close") -> Program:
         """Start a prefill engine, which sends two pages for room 7."""
-        return self.programs.python("-c", PREFILL, self.address, self.device, ending)
+        return self.programs.python("-c", PREFILL, self.address, self.memory, ending)
 
     def until(self, kind: type[Event]) -> Event:
         """Drain at decode until an event of this kind has come."""
@@ -148,6 +154,7 @@ def check_travel(stage: Stage, ending: str) -> None:
 
 def stalled(stage: Stage) -> Program:
     """A handoff of room 7 that stands still in the middle of a page."""
+    stage.memory = "allocated"
     stage.coordinator.stall()
     prefill = stage.prefill()
     prefill.says("ready", 30)

@@ -33,7 +33,7 @@ IN_FLIGHT = (
     "process_disagg_prefill_inflight_queue"
 )
 #: The pause between two steps, seconds: a forward pass.
-STEP_S = 0.003
+STEP_S = 0.01
 #: How many calls of collectives this process has made.
 calls: Counter[str] = Counter()
 

@@ -187,6 +187,15 @@ class Coordinator:
         return json.loads(text)
 
 
+def _write_plugin(site: Path) -> None:
+    """Have every process of an engine load ``blocking``; by this, vLLM finds plugins."""
+    metadata = site / "blocking-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: blocking\nVersion: 0\n")
+    entry = "[vllm.general_plugins]\nblocking = tests.vllm.blocking:register\n"
+    (metadata / "entry_points.txt").write_text(entry)
+
+
 class Engine:
     """One ``vllm serve``."""
 
@@ -212,13 +221,15 @@ class Engine:
             "--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048",
             "--num-gpu-blocks-override", "1024", "--tensor-parallel-size", str(tp), *arguments,
         ]  # fmt: skip
+        site = place / "site"
+        _write_plugin(site)
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         self.group = Group(
             command,
             self.log,
             {
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": f"{site}:{ROOT}",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": "1",
