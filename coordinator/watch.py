@@ -3,13 +3,19 @@
 One bound for all members makes the oldest sign the next to expire. A dict keeps insertion order, so
 a sign is a pop and an insert, and one timer per watch, at the oldest member, serves any number of
 them: exact, and no cost while nothing expires.
+
+A timer that comes late tells that this process stood still: it was stopped, or its host was. That is
+nobody's silence. The signs of that time lie in the sockets; everybody gets a moment for them to be read.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
+
+#: A timer that is later than this was kept from running, and for so long signs may come in then, seconds.
+STILL_S: Final = 1.0
 
 K = TypeVar("K", bound=Hashable)
 
@@ -23,6 +29,7 @@ class Watch(Generic[K]):
         self._expired = expired
         self._seen: dict[K, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     def __len__(self) -> int:
         """How many members are watched."""
@@ -65,12 +72,20 @@ class Watch(Generic[K]):
 
     def _arm(self) -> None:
         for oldest in self._seen.values():
-            self._timer = asyncio.get_running_loop().call_at(oldest + self._bound_s, self._expire)
+            loop, due_s = asyncio.get_running_loop(), oldest + self._bound_s
+            self._timer = loop.call_at(due_s, self._expire)
+            # A new bound may be over already.
+            self._due_s = max(due_s, loop.time())
             return
 
     def _expire(self) -> None:
         self._timer = None
         now_s = asyncio.get_running_loop().time()
+        if now_s - self._due_s > STILL_S:
+            moved_s = now_s - self._due_s + STILL_S
+            self._seen = {key: min(seen + moved_s, now_s) for key, seen in self._seen.items()}
+            self._arm()
+            return
         overdue = []
         for key, seen in self._seen.items():
             # The very sum that the timer was armed with: any other form may round to "not yet" for ever.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from coordinator.client.clock import Clock
 from coordinator.client.doorbell import Doorbell
 from coordinator.client.lines import Lines
 from coordinator.client.prover import Prover
@@ -74,7 +74,8 @@ class IoThread:
         self._bell: Doorbell | None = None
         self._sleeping = False
         self._stopping = False
-        self._prover = Prover(lives, make_proof(self.endpoint_moved))
+        self._clock = Clock()
+        self._prover = Prover(lives, make_proof(self.endpoint_moved), self._clock)
         self._hosting = hosting
         try:
             # Opened here, where a bad address can be told; from its start on the thread owns them.
@@ -133,7 +134,7 @@ class IoThread:
                     standing.check()
                     raise NotReadyError(lives.behind(token, wait_s))
             talk, demands = lives.conversation, lives.demands
-            events = lives.drain(token, time.monotonic())
+            events = lives.drain(token, self._clock.now_s())
             if lives.demands != demands:
                 self._prover.lost()
             if lives.conversation is not talk:
@@ -165,7 +166,7 @@ class IoThread:
     def endpoint_moved(self, endpoint: bytes) -> None:
         """Tell the coordinator where the rank's endpoint is now."""
         with self._lock:
-            self.lives.conversation.endpoint_moved(endpoint, time.monotonic())
+            self.lives.conversation.endpoint_moved(endpoint, self._clock.now_s())
         self._wake.ring()
 
     def close(self) -> None:
@@ -253,7 +254,11 @@ class IoThread:
 
     def _hear(self, broadcasts: Sequence[Broadcast], messages: Sequence[ToRank]) -> None:
         """Take what has arrived, and judge what did not happen in time."""
-        lives, now_s = self.lives, time.monotonic()
+        lives = self.lives
+        still_s = self._clock.turn()
+        if still_s:
+            logger.warning("%s stood still for %.1f s", lives.conversation.standing.name, still_s)
+        now_s = self._clock.now_s()
         with self._mutex:
             had_news = lives.conversation.news
             # What is of a former conversation is over.
@@ -275,20 +280,21 @@ class IoThread:
             with self._mutex:
                 # Not over the lines of a former conversation, nor before all is prepared for the next.
                 may_speak = self.lives.conversation is talk and not self._prover.prepares
-                message = self.lives.next_message(time.monotonic()) if may_speak else None
+                message = self.lives.next_message(self._clock.now_s()) if may_speak else None
                 if message is None:
                     # From here on a caller wakes us. Whoever came before has left its item in the outbox.
                     self._sleeping = True
                     return self._due_s()
             if not self._lines.transmit(encode(message)):
                 with self._mutex:
-                    talk.blocked(time.monotonic())
+                    talk.blocked(self._clock.now_s())
                     self._tell_engine()
         return 0.0
 
     def _sleep(self, due_s: float) -> None:
         """Wait for a message, for something to say, or for the time to say it."""
-        left_s = 0.0 if self._stopping else min(max(0.0, due_s - time.monotonic()), _MAX_SLEEP_S)
+        left_s = 0.0 if self._stopping else min(max(0.0, due_s - self._clock.now_s()), _MAX_SLEEP_S)
+        self._clock.sleeps(left_s)
         ready = self._lines.wait(left_s)
         self._sleeping = False
         if ready.rang:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Final
 
 from backends.base import BackendError
@@ -11,6 +10,7 @@ from backends.base import BackendError
 if TYPE_CHECKING:
     import threading
 
+    from coordinator.client.clock import Clock
     from coordinator.client.lives import Lives
     from coordinator.client.proof import Proof
 
@@ -35,12 +35,13 @@ class Prover:
 
     """
 
-    def __init__(self, lives: Lives, proof: Proof) -> None:
+    def __init__(self, lives: Lives, proof: Proof, clock: Clock) -> None:
         """Nothing is to be proven yet."""
         self.prepares = False
         self.due_s = _NEVER
         self._lives = lives
         self._proof = proof
+        self._clock = clock
         self._pause_s = _FIRST_LOOK_S
         self._since_s = 0.0
 
@@ -48,14 +49,14 @@ class Prover:
         """The engine has drained that a coordinator is lost which knew of its pages; the lock is held."""
         self._proof.lost()
         self._pause_s = _FIRST_LOOK_S
-        self._since_s = time.monotonic()
+        self._since_s = self._clock.now_s()
         self.due_s = 0.0
         self.prepares = True
 
     def work(self, lock: threading.Condition) -> bool:
         """Get on with it; returns whether pages are proven to be quiet since the last call."""
         done = False
-        if time.monotonic() >= self.due_s:
+        if self._clock.now_s() >= self.due_s:
             done = self._prepare(lock) and self._look(lock)
         if self._lives.conversation.joined:
             self._proof.welcomed()
@@ -74,7 +75,7 @@ class Prover:
             logger.error("%s is not introduced: %s", talk.standing.name, error)  # noqa: TRY400 - see above
             with lock:
                 self.prepares = True
-                self.due_s = time.monotonic() + _RETRY_S
+                self.due_s = self._clock.now_s() + _RETRY_S
             return False
         # Another coordinator may have been lost meanwhile.
         return not self.prepares
@@ -86,7 +87,7 @@ class Prover:
     def _look(self, lock: threading.Condition) -> bool:
         talk = self._lives.conversation
         quiet = self._proof.holds(talk.hello.instance)
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         with lock:
             if quiet and self._lives.conversation is talk:
                 self._lives.proven(now_s)

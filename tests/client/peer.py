@@ -111,7 +111,7 @@ class Peer:
         self.malformed = 0
         self.groups: dict[str, Group] = {}
         self._known: dict[bytes, Member] = {}
-        self._orders: deque[Callable[[], None]] = deque()
+        self._orders: deque[Callable[[], object]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running = False
         self._thread: threading.Thread | None = None
@@ -170,6 +170,10 @@ class Peer:
         """Broadcast anything."""
         self._tell(lambda: self._send(self._xpub, frames))
 
+    def call(self, order: Callable[[], object]) -> None:
+        """Have its thread do something; it does nothing else meanwhile."""
+        self._tell(order)
+
     def forget(self) -> None:
         """Lose all members, in the same epoch; what they have said stays known."""
         self._tell(self._known.clear)
@@ -184,7 +188,7 @@ class Peer:
 
     # --- the thread --------------------------------------------------------------------------
 
-    def _tell(self, order: Callable[[], None]) -> None:
+    def _tell(self, order: Callable[[], object]) -> None:
         self._orders.append(order)
         os.eventfd_write(self._wake, 1)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -122,6 +124,30 @@ def test_all_rooms_fail_in_one_step_and_their_pages_come_back(peer: Peer, stack:
     assert released == [Released(1, 1), Released(2, 1), Released(3, 1), Released(9, 1)]
     assert [rank.state for rank in ranks] == [RankState.CONNECTING] * 2
     assert [rank.unreleased for rank in ranks] == [0, 0]
+
+
+def test_a_rank_that_stood_still_does_not_take_that_for_its_coordinator_s_absence(
+    peer: Peer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for longer than a coordinator may be away, and nothing lies in its sockets yet."""
+    patient = ClientSettings(away_after_s=5.0, coordinator_lost_s=8.0)
+    (rank,) = prefill(stack, peer, 1, patient)
+    rank.send(1, [1], last=True)
+    eventually(lambda: peer.items("p"), 10, "it is heard")
+    goes_on = threading.Event()
+    stack.callback(goes_on.set)
+    peer.call(goes_on.wait)
+    still = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0)
+    monkeypatch.setattr("coordinator.client.clock.time", still)
+    rank.open(2)  # which wakes it up
+    eventually(lambda: rank._io._clock.now_s() < still.monotonic() - 90.0, 10, "it has noticed")
+    assert rank.state is RankState.READY
+    assert not rank.drain()
+    goes_on.set()
+    eventually(lambda: len(peer.items("p")) == 2, 10, "it goes on")
+    peer.publish("p", Outcome(1, 1), Released(1, 1))
+    assert joined(steps_until([rank], 2)) == [Outcome(1, 1), Released(1, 1)]
+    assert rank.state is RankState.READY
 
 
 def test_the_next_coordinator_serves_what_was_said_after_the_loss(peer: Peer, stack: ExitStack) -> None:

@@ -126,6 +126,32 @@ async def test_a_new_bound_of_an_empty_watch_holds_for_later_members() -> None:
     assert told.times == {"a": pytest.approx(3.0, abs=TICK_S)}
 
 
+async def test_who_stood_still_reads_what_has_come_before_it_judges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cases C16 and C23: silence that nobody could have heard is none."""
+    told = Told()
+    watch = Watch(10.0, told)
+    for key in "abc":
+        watch.sign(key)
+    await asyncio.sleep(5)
+    watch.sign("c")
+    # As if nothing had run from here to the 40th second.
+    late_s = asyncio.get_running_loop().time() + 35.0
+    with monkeypatch.context() as still:
+        still.setattr(asyncio.get_running_loop(), "time", lambda: late_s)
+        watch._expire()
+    await asyncio.sleep(35.5)  # a half second after it
+    assert told.times == {}
+    watch.sign("a")
+    await asyncio.sleep(100)
+    assert told.times == {
+        "b": pytest.approx(41.0, abs=TICK_S),
+        "c": pytest.approx(46.0, abs=TICK_S),
+        "a": pytest.approx(50.5, abs=TICK_S),
+    }
+
+
 async def test_closing_forgets_everybody() -> None:
     told = Told()
     watch = Watch(10.0, told)

@@ -163,7 +163,8 @@ class Coordinator:
             stdout=self._log,
             stderr=self._log,
             cwd=ROOT,
-            env=dict(os.environ, PYTHONPATH=str(ROOT)),
+            # What one that is killed leaves behind goes with the rest.
+            env=dict(os.environ, PYTHONPATH=str(ROOT), TMPDIR=str(self._file.parent)),
         )
 
     def ask(self, path: str) -> Any:
