@@ -6,7 +6,7 @@ Engines
     which is the only way to stop it, must touch no other link.
 
 Settled
-    Mooncake cannot cancel. But an engine has few pieces of a link at a time, each under an id of its
+    Mooncake cannot cancel. But an engine has few bytes of a link at a time, each piece under an id of its
     own, and an id that has ended, either way, does not read its source any more. So a transfer that
     failed settles when its last id has ended. A lost peer's link fences itself at once.
 
@@ -15,10 +15,11 @@ Incarnations
     port. What this backend guarantees: each process that receives has a random incarnation, which is
     in its endpoint; ``connect`` fails unless that very process answers; the link looks before each
     post and in each poll whether it is still there, and is fenced when it is not. So after a restart
-    nothing is posted over an old link. Pieces that the engine had when the peer died (at most four)
-    fail within milliseconds, with the connection that they were on. What is left is a sender that is
-    itself stopped for as long as a restart takes, with pieces that waited for a connection, while the
-    new process gets the same random port and memory at the same addresses (Mooncake refuses others).
+    nothing is posted over an old link. Pieces that were on a connection when the peer died fail with
+    it within milliseconds; those that waited for one (see ``DEPTH``) end with the engine. What is left
+    is a sender that is itself stopped for as long as a restart takes, with pieces that waited, while
+    the new process gets the same random port and memory at the same addresses (Mooncake refuses
+    others).
 
 Nobody is authenticated: whoever reaches an engine's ports, which are open on all interfaces, can
 write into memory that is registered with it. Keep these ports within a network that you trust.

@@ -1,13 +1,15 @@
 """A mooncake link: the writes towards one peer.
 
-A write is cut into pieces, each a contiguous run. The engine has at most ``LANES`` of them at a time,
-of the link's transfers in turn; the link gives it the next when one has ended. Whoever polls any
-transfer of the link does that for all of them: the next poll of another one costs nothing.
+A write is cut into pieces, each a contiguous run. The engine has a bounded number of them at a time
+(``DEPTH``, ``DEPTH_BYTES``), of the link's transfers in turn; the link gives it the next when one has
+ended. Whoever polls any transfer of the link does that for all of them: the next poll of another one
+costs nothing.
 
 When a piece fails, the engine does not say why. So the link asks the peer (see
 ``backends.mooncake_presence``). An answer means that the write alone failed; none, or the news that
 the peer has hung up, that the peer is lost. Until that is known, nothing more is posted, and the
-transfer counts as moving.
+transfer counts as moving. So however many pieces wait behind each other, a peer that is lost is known
+to be lost, and the engine with all of them is destroyed, when the first one has run into its time-out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from backends.base import (
     TransferError,
 )
 from backends.descriptors import check_parts, merged_runs
-from backends.mooncake_engine import LANES
+from backends.mooncake_engine import DEPTH, DEPTH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -120,8 +122,9 @@ class MooncakeLink(Link):
         self._remote_bytes = [region.size_bytes for region in remote.regions]
         self._moving: list[MooncakeTransfer] = []
         self._queue: deque[MooncakeTransfer] = deque()
-        # What the engine has, by id.
-        self._pieces: dict[int, MooncakeTransfer] = {}
+        # What the engine has, by id: whose it is, and its length.
+        self._pieces: dict[int, tuple[MooncakeTransfer, int]] = {}
+        self._engine_bytes = 0
         self._looked_s = 0.0
         # What was asked of the peer since a piece failed, and when; 0: nothing.
         self._question = 0
@@ -206,12 +209,13 @@ class MooncakeLink(Link):
     def _sweep(self) -> bool:
         """Ask once after each piece that the engine has; whether any has ended."""
         ended = []
-        for number, transfer in self._pieces.items():
+        for number, (transfer, size_bytes) in self._pieces.items():
             done = self._engine.ended(number)
             if done is None:
                 continue
             ended.append(number)
             transfer.in_engine -= 1
+            self._engine_bytes -= size_bytes
             if done:
                 transfer.progress += 1
             else:
@@ -223,7 +227,7 @@ class MooncakeLink(Link):
 
     def _feed(self) -> None:
         """Give the engine pieces up to its limit. The peer's presence was looked at just before."""
-        while self._queue and len(self._pieces) < LANES and not self._question:
+        while self._queue and self._has_room() and not self._question:
             transfer = self._queue[0]
             piece = next(transfer.pieces, None)
             if piece is None:
@@ -236,10 +240,15 @@ class MooncakeLink(Link):
                 logger.warning("a write to %s: %s", self.peer, error)
                 self._break(transfer)
                 return
-            self._pieces[number] = transfer
+            self._pieces[number] = (transfer, piece.size_bytes)
+            self._engine_bytes += piece.size_bytes
             transfer.in_engine += 1
             # In turn, so that none of them stands still.
             self._queue.rotate(-1)
+
+    def _has_room(self) -> bool:
+        """Whether the engine may have another piece."""
+        return len(self._pieces) < DEPTH and self._engine_bytes < DEPTH_BYTES
 
     def _settle(self) -> None:
         """End the transfers of which nothing is left and nothing is in doubt."""

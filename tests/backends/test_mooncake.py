@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ pytest.importorskip("backends.mooncake", reason="the mooncake wheel is not insta
 
 from backends.mooncake import MooncakeBackend
 from backends.mooncake_endpoint import decode
-from backends.mooncake_engine import LANES, Engine, EngineSettings, load_engine
+from backends.mooncake_engine import DEPTH, DEPTH_BYTES, LANES, Engine, EngineSettings, load_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,15 +201,17 @@ class Watched:
         """Watch every engine."""
         self.sizes_bytes: list[int] = []
         self.most = 0
+        self.most_bytes = 0
         self.wrong: list[str] = []
-        self._moving: dict[Engine, set[int]] = {}
+        self._moving: dict[Engine, dict[int, int]] = {}
         submit, ended = Engine.submit, Engine.ended
 
         def watched_submit(engine: Engine, name: str, source: int, destination: int, size_bytes: int) -> int:
             number = submit(engine, name, source, destination, size_bytes)
-            moving = self._moving.setdefault(engine, set())
-            moving.add(number)
+            moving = self._moving.setdefault(engine, {})
+            moving[number] = size_bytes
             self.most = max(self.most, len(moving))
+            self.most_bytes = max(self.most_bytes, sum(moving.values()))
             self.sizes_bytes.append(size_bytes)
             return number
 
@@ -219,7 +222,7 @@ class Watched:
                 return False
             done = ended(engine, number)
             if done is not None:
-                moving.discard(number)
+                del moving[number]
             return done
 
         monkeypatch.setattr(Engine, "submit", watched_submit)
@@ -248,18 +251,47 @@ def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
         until_done(transfer)
         transfer.poll()
     assert not watched.wrong
-    assert watched.most == LANES
+    assert watched.most == DEPTH
     assert watched.unended == 0
     # One more wrote the scrap of the peer, to make the connection.
     assert len(watched.sizes_bytes) == 4 * 256 + 1
 
 
-def test_the_pieces_of_several_writes_take_turns_and_each_is_told(
+def test_what_a_fence_may_find_under_way_is_bounded_in_bytes(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender, watched: Watched
+) -> None:
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    for _ in range(2):
+        until_done(link.write([whole(LARGE_BYTES)]))
+    assert DEPTH_BYTES // 2 < watched.most_bytes < DEPTH_BYTES + max(watched.sizes_bytes)
+
+
+def test_it_has_as_many_connections_as_we_ask_for(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:
-    """A write behind a large one must not look as if it stood still."""
-    link = make_sender(make_memory(2 * MIB, seed=1)).connect("peer", peer.endpoint)
+    """Of a number that it does not like it says nothing, and takes four."""
+    link = make_sender(make_memory(2 * MIB)).connect("peer", peer.endpoint)
     grid = plain_grid(2 * MIB)
+    every_other = np.arange(grid.count, dtype=np.int32)[::2]
+
+    def connections() -> int:
+        until_done(link.write([Part(grid, every_other, grid, every_other)]))
+        found = psutil.Process().net_connections("tcp")
+        ports = Counter(each.raddr.port for each in found if each.status == psutil.CONN_ESTABLISHED)
+        return max(ports.values())
+
+    # One is made when it is needed first.
+    eventually(lambda: connections() == LANES, 20, "all connections are in use")
+
+
+def test_the_pieces_of_several_writes_take_turns_and_each_is_told(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """A write behind a large one must not look as if it stood still."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES, seed=1)).connect("peer", peer.endpoint)
+    grid = plain_grid(LARGE_BYTES)
     evens = np.arange(grid.count, dtype=np.int32)[::2]
     large, small = (link.write([Part(grid, blocks, grid, blocks)]) for blocks in (evens, evens[:8]))
     until_done(small)
