@@ -53,6 +53,9 @@ _NOTHING: Final[tuple[Event, ...]] = ()
 class Rank:
     """What ``PrefillRank`` and ``DecodeRank`` have in common. It is a context manager.
 
+    A room's number may be used again when both engines have heard its outcome. What an engine says of
+    a room that has failed before the engine ever spoke of it is answered with that failure.
+
     Calls may come from any thread and return at once, except where they are said to wait. Once the
     coordinator has refused this rank, or the client was closed or broke, every call raises the
     cause (``RefusedError``, ``ClosedError``).

@@ -52,6 +52,7 @@ class Handoff:
         complete: prefill ranks that have completed it.
         waiting: (party, rank) that owe the outcome.
         holding: (party, rank) that owe the release.
+        untold: a rank was killed that owed its outcome.
         corrupt_pages: over all decode ranks.
         seconds: the longest time from prefill-complete to outcome on a prefill rank; -1 for none.
 
@@ -68,6 +69,7 @@ class Handoff:
     complete: int = 0
     waiting: set[tuple[Party, int]] = field(default_factory=set)
     holding: set[tuple[Party, int]] = field(default_factory=set)
+    untold: bool = False
     corrupt_pages: int = 0
     seconds: float = -1.0
 
@@ -139,6 +141,7 @@ class Book:
         gone = {(party, rank) for rank in ranks}
         self._lost |= gone
         for handoff in list(self.open.values()):
+            handoff.untold |= bool(handoff.waiting & gone)
             handoff.waiting -= gone
             handoff.holding -= gone
             self._settle(handoff)

@@ -220,7 +220,8 @@ class Drive:
     def _observe(self) -> None:
         """See what was settled since the last look."""
         for handoff in self._book.settled[self._seen :]:
-            self._workload.may_use_again(handoff.request)
+            if not handoff.untold:
+                self._workload.may_use_again(handoff.request)
             self._note_recovery(handoff)
             if handoff.outcome == "" and self._times.healed_s is None and handoff.decode.incarnation > 1:
                 self._times.healed_s = handoff.settled_s

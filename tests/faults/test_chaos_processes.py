@@ -87,7 +87,8 @@ class Router:
         """Pump until something holds."""
         self.cluster.wait_until(condition, PATIENCE_S, what, self._missing)
         for handoff in self.book.settled[self._seen :]:
-            self._workload.may_use_again(handoff.request)
+            if not handoff.untold:
+                self._workload.may_use_again(handoff.request)
         self._seen = len(self.book.settled)
 
     def restart(self, group: EngineGroup) -> None:
