@@ -140,13 +140,15 @@ def test_ranks_that_run_their_workers_themselves(tmp_path: Path, backend: str, k
         backend=backend, handoffs=40, hosting="rank", kill_coordinator=kill == "coordinator"
     )
     code, result = show(tmp_path, options)
-    assert code == 0
+    assert code == 0, result
     assert result["unresolved"] == result["corrupt_pages"] == 0
     assert result["ranks_agree"] is True
     assert result["succeeded"] > 0
-    reasons = (
-        {"coordinator_restarted"} if kill == "coordinator" else {"peer_lost", "peer_restarted", "transport"}
-    )
+    if kill == "coordinator":
+        reasons = {"coordinator_restarted"}
+    else:
+        # The last one is that of requests which decode had queued, and the coordinator had not heard of.
+        reasons = {"peer_lost", "peer_restarted", "transport", "cancelled_by_prefill"}
     assert set(result["failed"]) <= reasons
 
 
