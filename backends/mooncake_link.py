@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Enough to keep the lanes busy between two polls.
+#: Enough to keep the connections busy between two polls.
 MAX_OUTSTANDING: Final = 16
-#: Longer runs are cut: all lanes have work, and what a fence cuts off is short. Measured over loopback: 1 to
-#: 16 MiB are equally fast.
-_PIECE_BYTES: Final = 4 << 20
+#: Longer runs are cut: with ``DEPTH_BYTES`` in the engine all its connections have work, and what a fence
+#: cuts off is short. Measured over loopback: 1 to 16 MiB are equally fast.
+_PIECE_BYTES: Final = 1 << 20
 _FENCE_WAIT_S: Final = 5.0
 #: How long a peer may take to say that it is there, after a write failed.
 _ANSWER_S: Final = 1.0

@@ -22,10 +22,6 @@ The figures are in a table for each case:
     ..._64mib, ..._64mib_scattered  handoffs of 64 MiB
     nixl_tcp...                     as nixl, but over TCP, as between hosts; nixl copies on one host
 
-What the bare Mooncake has beyond ours with scattered pages is depth: 64 pieces in its engine at a time. A
-link has 4, one for each connection, so that each piece to a peer that stops ends within one time-out. With
-4 of them the bare one loses most of its lead.
-
 Decode checks that every page has arrived. An engine that is not installed is left out, and said so.
 """
 
