@@ -44,12 +44,13 @@ PROBE: Final = 2
 SCRAP_BYTES: Final = 3 * PROBE_BYTES
 MAX_OUTSTANDING: Final = 64
 _SCRAP_GRID: Final = Grid(0, 0, PROBE_BYTES, PROBE_BYTES, 3)
+#: How long a fence waits for a native call to return.
+FENCE_WAIT_S: Final = 5.0
 #: How soon a probe is asked after: a share of the time that it has taken so far, within two bounds. A peer
 #: that is stopped may be waited for as long as a connect may take, and costs next to nothing meanwhile.
 _PROBE_SHARE: Final = 0.05
 _MIN_PROBE_POLL_S: Final = 0.0002
 _MAX_PROBE_POLL_S: Final = 0.05
-_FENCE_WAIT_S: Final = 5.0
 _MAX_PREPARED: Final = 128
 
 
@@ -208,7 +209,20 @@ class NixlLink(Link):
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""
-        check_parts(parts, self._local_bytes, self._remote_bytes)
+        self.check(parts)
+        return self.post(parts)
+
+    def check(self, parts: Sequence[Part]) -> int:
+        """Refuse a write that is not wholly inside registered memory; return its size in bytes.
+
+        Raises:
+            InvalidTransferError: naming what is wrong.
+
+        """
+        return check_parts(parts, self._local_bytes, self._remote_bytes)
+
+    def post(self, parts: Sequence[Part]) -> Transfer:
+        """Post a write that was checked; raises what ``write`` does."""
         with self._lock:
             if self.fenced:
                 message = f"the link to {self.peer} was fenced or its peer is gone; connect anew"
@@ -233,7 +247,7 @@ class NixlLink(Link):
 
     def fence(self) -> None:
         """See ``Link.fence``."""
-        if not self._lock.acquire(timeout=_FENCE_WAIT_S):
+        if not self._lock.acquire(timeout=FENCE_WAIT_S):
             message = f"the link to {self.peer} is in a native call that does not return"
             raise BackendError(message)
         try:

@@ -170,6 +170,8 @@ def make_rig(name: str, options: dict[str, Any], directory: Path) -> Rig:
     if name == "nixl":
         # A way through sockets: on shared memory its writes never are in progress.
         return Rig(name, {"transports": "tcp", "devices": "lo", **options})
+    if name == "nixl-threads":
+        return make_rig("nixl", {"threads_per_peer": 2, **options}, directory)
     return Rig(name, options)
 
 

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     MakeSender = Callable[..., Backend]
 
 MIB = 1 << 20
-MARKS = {"mooncake": needs_mooncake, "nixl": needs_nixl}
+MARKS = {"mooncake": needs_mooncake, "nixl": needs_nixl, "nixl-threads": needs_nixl}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run everything here on each backend."""
     if "rig" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", "nixl", "mooncake"]
+        names = metafunc.config.getoption("--backend", default=[]) or ["loopback", *MARKS]
         parameters = [pytest.param(name, marks=MARKS.get(name, ())) for name in names]
         metafunc.parametrize("rig", parameters, indirect=True, scope="module")
 
