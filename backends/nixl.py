@@ -68,8 +68,13 @@ if TYPE_CHECKING:
 
     from backends.base import Link
 
-#: What UCX calls the transports that do, and the groups that they are in.
-_COPYING: Final = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
+#: What UCX calls the transports that hand bytes to the peer's side, and never write its memory by themselves.
+_NETWORK: Final = frozenset(
+    {"tcp", "ib"}
+    | {"rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5"}
+    | {"ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5"}
+    | {"dc", "dc_x", "dc_mlx5"}
+)
 #: Two copy 1.7 times as fast as one on a host with two cores.
 _COPYING_THREADS: Final = 2
 
@@ -109,9 +114,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
         return {name: value for name, value in wanted.items() if value}
 
     def may_copy(self) -> bool:
-        """Whether UCX may copy host memory to a peer on the same host by itself, if the host allows it."""
-        named = not _COPYING.isdisjoint(self.transports.removeprefix("^").split(","))
-        return named != self.transports.startswith("^") if self.transports else True
+        """Whether UCX may write into the memory of a peer on the same host by its own means."""
+        return not self.transports or not _NETWORK.issuperset(self.transports.split(","))
 
 
 class NixlBackend(Backend):
@@ -236,7 +240,7 @@ class NixlBackend(Backend):
             BackendError: it cannot be opened.
 
         """
-        passage, block = _passage(remote.gate)
+        passage, block = _passage(remote.gate) if self._settings.may_copy() else (None, GUARDED)
         agent = None
         try:
             agent = self._new_agent(f"{self.agent}>{peer}#{next(self._numbers)}", None)

@@ -73,10 +73,20 @@ class QueuedTransfer(Transfer):
             self.error, self.progress = outcome.error, outcome.progress
         elif isinstance(outcome, BackendError):
             # Nothing of it was posted.
-            self.error, self.status, self.settled = outcome, Status.FAILED, True
+            self._fail(outcome)
         else:
             raise outcome
         return self.status
+
+    def end(self, error: BackendError) -> None:
+        """Be settled, for nothing of the link moves any more; without a better reason by ``error``."""
+        if isinstance(self.outcome, Transfer):
+            self.poll()
+        else:
+            self._fail(self.outcome if isinstance(self.outcome, BackendError) else error)
+
+    def _fail(self, error: BackendError) -> None:
+        self.error, self.status, self.settled = error, Status.FAILED, True
 
 
 class ThreadedLink(Link):
@@ -138,19 +148,23 @@ class ThreadedLink(Link):
         fence_all(self._links)
         atexit.unregister(self._end)
         for transfer in self._unsettled:
-            transfer.poll()
+            if isinstance(transfer, QueuedTransfer) and not transfer.settled:
+                transfer.end(self._fenced_error())
 
     def _end(self) -> bool:
         """Drop what is queued and wait for the threads to end; whether they did in time."""
         with self._changed:
             self._closed = True
             while self._queue:
-                self._queue.popleft().outcome = PeerDisconnectedError(f"the link to {self.peer} was fenced")
+                self._queue.popleft().outcome = self._fenced_error()
             self._changed.notify_all()
         until_s = time.monotonic() + FENCE_WAIT_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _fenced_error(self) -> PeerDisconnectedError:
+        return PeerDisconnectedError(f"the link to {self.peer} was fenced")
 
     def _run(self) -> None:
         """Post writes, until the link is fenced."""

@@ -1,0 +1,275 @@
+"""Nixl links whose large writes are posted by threads of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from backends.base import BackendError, PeerDisconnectedError, Status, TransferError
+from tests.backends.rigs import LARGE_BYTES, PATIENCE_S, ROOT, Peer, Rig, until_done, until_terminal, whole
+from tests.support.waiting import eventually
+
+pytest.importorskip("backends.nixl", reason="the nixl wheel is not installed", exc_type=ImportError)
+
+from backends import nixl_threads
+from backends.nixl import NixlBackend, Options
+from backends.nixl_link import NixlLink
+from backends.nixl_threads import ThreadedLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backends.base import Backend
+    from tests.backends.memory import SharedMemory
+
+    MakePeer = Callable[..., Peer]
+    MakeMemory = Callable[..., SharedMemory]
+    MakeSender = Callable[..., Backend]
+
+pytestmark = pytest.mark.nixl
+
+MIB = 1 << 20
+TCP = {"transports": "tcp", "devices": "lo"}
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    """Whatever UCX chooses on one host: there it copies by itself."""
+    return Rig("nixl")
+
+
+def threaded(link: object) -> ThreadedLink:
+    assert isinstance(link, ThreadedLink)
+    return link
+
+
+def threads_to(peer: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith(f"to {peer}")]
+
+
+# --- who gets them -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transports", "expected"),
+    [
+        ("", True),
+        ("all", True),
+        ("tcp,cma", True),
+        ("tcp,sm,self", True),
+        ("^tcp", True),
+        ("^cma", True),
+        ("rc,cuda_copy,cuda_ipc", True),
+        ("tcp", False),
+        ("rc_x,tcp", False),
+    ],
+)
+def test_which_transports_may_write_by_themselves(transports: str, *, expected: bool) -> None:
+    """Told wrongly that they do not, a peer would take its memory for silent too soon."""
+    assert Options(transports=transports).may_copy() is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ({}, 2),
+        ({"threads_per_peer": 3}, 3),
+        ({"threads_per_peer": 0}, 0),
+        (TCP, 0),
+        ({**TCP, "threads_per_peer": 1}, 1),
+    ],
+)
+def test_who_gets_threads(options: dict[str, Any], threads: int, peer: Peer, make_memory: MakeMemory) -> None:
+    ours = make_memory(MIB, seed=1)
+    backend = NixlBackend("us", options)
+    backend.start(sends=True)
+    backend.register(ours.region)
+    link = backend.connect("peer", peer.endpoint)
+    try:
+        assert isinstance(link, ThreadedLink if threads else NixlLink)
+        assert len(threads_to("peer")) == threads
+        until_done(link.write([whole(MIB)]))
+    finally:
+        backend.close()
+    assert np.array_equal(peer.memory[0].bytes[:MIB], ours.bytes)
+    assert threads_to("peer") == []
+
+
+# --- moving bytes ------------------------------------------------------------------------------
+
+
+def test_large_writes_return_at_once_and_small_ones_are_over(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    ours = make_memory(LARGE_BYTES, seed=1)
+    link = make_sender(ours).connect("peer", peer.endpoint)
+    small = link.write([whole(MIB)])
+    assert (small.status, small.settled) == (Status.DONE, True)
+    assert np.array_equal(peer.memory[0].bytes[:MIB], ours.bytes[:MIB])
+
+    large = [link.write([whole(LARGE_BYTES)]) for _ in range(5)]
+
+    assert {transfer.status for transfer in large} == {Status.MOVING}, "nobody has polled yet"
+    for transfer in large:
+        until_done(transfer)
+    assert np.array_equal(peer.memory[0].bytes, ours.bytes)
+
+
+def test_small_writes_do_without_a_free_agent(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """All are taken by large writes, so it waits for its turn."""
+    ours = make_memory(LARGE_BYTES, seed=1)
+    link = threaded(make_sender(ours).connect("peer", peer.endpoint))
+    with link._links[0]._lock, link._links[1]._lock:
+        large = [link.write([whole(LARGE_BYTES)]) for _ in range(2)]
+        eventually(lambda: not link._free, PATIENCE_S, "both agents are taken")
+        small = link.write([whole(MIB)])
+        assert small.poll() is Status.MOVING
+    for transfer in (*large, small):
+        until_done(transfer)
+
+
+# --- ends --------------------------------------------------------------------------------------
+
+
+def test_after_a_fence_nothing_is_read(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Some writes are being copied, others wait; case C17."""
+    peer, ours = make_peer(LARGE_BYTES), make_memory(LARGE_BYTES)
+    ours.bytes[:] = 1
+    backend = make_sender(ours)
+    for number in range(5):
+        link = backend.connect(f"peer-{number}", peer.endpoint)
+        transfers = [link.write([whole(LARGE_BYTES)]) for _ in range(8)]
+
+        link.fence()
+
+        ours.bytes[:] = 0xFF
+        assert all(transfer.settled for transfer in transfers)
+        assert not (peer.memory[0].bytes == 0xFF).any()
+        assert threads_to(f"peer-{number}") == []
+        failed = [transfer for transfer in transfers if transfer.status is Status.FAILED]
+        assert failed, "the last ones were still waiting"
+        assert all(isinstance(transfer.error, PeerDisconnectedError) for transfer in failed)
+        with pytest.raises(PeerDisconnectedError):
+            link.write([whole(MIB)])
+        link.fence()
+        ours.bytes[:] = 1
+
+
+def test_a_fence_does_not_wait_for_ever(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that does not return: nothing is said to be quiet; later it can be fenced."""
+    monkeypatch.setattr(nixl_threads, "FENCE_WAIT_S", 0.1)
+    link = threaded(make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint))
+    with link._links[0]._lock, link._links[1]._lock:
+        moving, also_moving, waiting = [link.write([whole(LARGE_BYTES)]) for _ in range(3)]
+        eventually(lambda: not link._free, PATIENCE_S, "both threads are inside")
+        with pytest.raises(BackendError, match="does not return"):
+            link.fence()
+        assert [link.fenced, moving.settled] == [False, False]
+        assert (waiting.poll(), waiting.settled) == (Status.FAILED, True)
+        with pytest.raises(PeerDisconnectedError):
+            link.write([whole(MIB)])
+
+    link.fence()
+
+    assert [link.fenced, moving.settled, also_moving.settled] == [True, True, True]
+
+
+def test_a_peer_that_dies_while_it_is_written(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Each write is done or has failed, and says so; case C10."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    transfers = [link.write([whole(LARGE_BYTES)]) for _ in range(20)]
+    until_done(transfers[0])
+
+    peer.kill()
+
+    statuses = [until_terminal(transfer) for transfer in transfers]
+    assert statuses[-1] is Status.FAILED
+    failed = [transfer for transfer in transfers if transfer.status is Status.FAILED]
+    assert all(isinstance(transfer.error, PeerDisconnectedError) for transfer in failed)
+    assert all(transfer.settled for transfer in transfers)
+    with pytest.raises(PeerDisconnectedError):
+        link.write([whole(MIB)])
+    link.fence()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), TransferError("refused")], ids=repr)
+def test_what_a_thread_meets_reaches_the_owner(
+    error: Exception,
+    peer: Peer,
+    make_memory: MakeMemory,
+    make_sender: MakeSender,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no backend may raise ends the owner's thread as it would have without threads."""
+    link = threaded(make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint))
+
+    def post(_: object) -> None:
+        raise error
+
+    for each in link._links:
+        monkeypatch.setattr(each, "post", post)
+    transfer = link.write([whole(LARGE_BYTES)])
+    eventually(lambda: len(link._free) == 2 and not link._queue, PATIENCE_S, "a thread has had it")
+    if isinstance(error, BackendError):
+        assert (transfer.poll(), transfer.settled, transfer.error) == (Status.FAILED, True, error)
+    else:
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            transfer.poll()
+        assert not transfer.settled
+
+    link.fence()
+
+    assert (transfer.status, transfer.settled) == (Status.FAILED, True)
+    assert isinstance(
+        transfer.error, type(error) if isinstance(error, BackendError) else PeerDisconnectedError
+    )
+
+
+@pytest.mark.parametrize("how", ["not closed", "moving"])
+def test_the_process_ends_in_good_order(how: str, peer: Peer, make_memory: MakeMemory) -> None:
+    """Also while a thread is copying: one that came back into a dead interpreter would abort it."""
+    ours = make_memory(LARGE_BYTES, seed=1)
+    program = [sys.executable, "-m", "tests.backends.sender_program", "nixl", json.dumps({})]
+    ended = subprocess.run(
+        [*program, ours.path, str(LARGE_BYTES), peer.endpoint.hex(), how],
+        cwd=ROOT,
+        input="go\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "connected\nsent\n"), ended.stderr
+
+
+def test_links_give_back_what_they_took(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
+    """Descriptors and threads, over links that were fenced with writes under way."""
+    backend = make_sender(make_memory(LARGE_BYTES))
+
+    def cycle() -> tuple[int, int]:
+        link = backend.connect("peer", peer.endpoint)
+        for _ in range(4):
+            link.write([whole(LARGE_BYTES)])
+        link.fence()
+        return tuple(len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task"))  # type: ignore[return-value]
+
+    cycle()
+    before = cycle()
+    for _ in range(5):
+        assert cycle() == before
