@@ -4,6 +4,7 @@ Engines
     The receiving side has one native agent, with a progress thread. The sending side has one agent
     *per link*, without such a thread: ``Transfer.poll`` makes the progress, an idle link costs
     nothing, and destroying that agent, which is the only way to stop NIXL, touches no other link.
+    To a peer on the same host a link has two agents, and threads that post (``backends.nixl_threads``).
 
 Settled
     NIXL cannot cancel: a released request goes on, an error does not mean that nothing moves. So a

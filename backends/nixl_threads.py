@@ -15,6 +15,7 @@ Who may touch what
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -108,6 +109,7 @@ class ThreadedLink(Link):
         for thread in self._threads:
             thread.start()
         # A thread that comes back from native code into an interpreter that has ended aborts the process.
+        self._process = os.getpid()
         atexit.register(self._end)
 
     @property
@@ -153,6 +155,8 @@ class ThreadedLink(Link):
 
     def _end(self) -> bool:
         """Drop what is queued and wait for the threads to end; whether they did in time."""
+        if os.getpid() != self._process:
+            return True  # In a forked child there are none, and who holds the lock there never gives it back.
         with self._changed:
             self._closed = True
             while self._queue:

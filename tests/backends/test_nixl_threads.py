@@ -258,6 +258,46 @@ def test_the_process_ends_in_good_order(how: str, peer: Peer, make_memory: MakeM
     assert (ended.returncode, ended.stdout) == (0, "connected\nsent\n"), ended.stderr
 
 
+FORKS = """
+import os, sys, threading
+from backends.registry import load
+from tests.backends.memory import SharedMemory
+backend = load("nixl")("us", {})
+memory = SharedMemory(int(sys.argv[2]), sys.argv[1])
+backend.start(sends=True)
+backend.register(memory.region)
+link = backend.connect("peer", bytes.fromhex(sys.argv[3]))
+held, over = threading.Event(), threading.Event()
+def hold():
+    with link._changed:
+        held.set()
+        over.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+over.set()
+backend.close()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_ends_in_good_order(peer: Peer, make_memory: MakeMemory) -> None:
+    """It has none of the threads, and a lock that one of them held stays locked for ever."""
+    ours = make_memory(MIB)
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS, ours.path, str(MIB), peer.endpoint.hex()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "7\n"), ended.stderr
+
+
 def test_links_give_back_what_they_took(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
     """Descriptors and threads, over links that were fenced with writes under way."""
     backend = make_sender(make_memory(LARGE_BYTES))
