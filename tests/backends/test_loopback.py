@@ -29,6 +29,7 @@ from backends.base import (
 from backends.loopback import LoopbackBackend
 from backends.loopback_memory import Endpoint, RemoteRegion
 from tests.backends.rigs import ROOT, until_done, until_terminal, whole, write_control
+from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -365,14 +366,11 @@ def test_links_give_back_what_they_took(make_pair: Callable[..., Pair]) -> None:
     """Descriptors and mappings, over many links."""
     pair = make_pair()
 
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(pair.theirs.path)
 
-    before = descriptors(), mappings()
+    before = open_files(), mappings()
     for _ in range(20):
         pair.connect().fence()
-    assert (descriptors(), mappings()) == before
+    assert (open_files(), mappings()) == before
     assert until_terminal(pair.connect().write([whole(SIZE)])) is Status.DONE

@@ -14,6 +14,7 @@ import pytest
 from backends.base import InvalidTransferError, Region
 from backends.memory import SHM_DIRECTORY, check_region, maps_file, open_shared
 from tests.backends.memory import PREFIX
+from tests.support.descriptors import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,11 +108,11 @@ def test_the_file_of_another_user_is_refused(path: Path) -> None:
 
 def test_refused_files_are_closed_again(path: Path) -> None:
     path.write_bytes(b"x")
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     for _ in range(10):
         with pytest.raises(InvalidTransferError):
             open_shared(str(path), 2)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_files() == before
 
 
 def test_mappings_side_by_side_are_one_region(make_memory: Callable[..., SharedMemory]) -> None:

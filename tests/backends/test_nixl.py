@@ -29,6 +29,7 @@ from tests.backends.rigs import (
     until_terminal,
     whole,
 )
+from tests.support.descriptors import open_files
 
 pytest.importorskip("backends.nixl", reason="the nixl wheel is not installed", exc_type=ImportError)
 
@@ -288,12 +289,9 @@ def test_links_give_back_what_they_took(
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     for _ in range(3):
         cycle()
-    before = descriptors(), tasks()
+    before = open_files(), tasks()
     grown_bytes = []
     # What leaks does so in every round; what an allocator keeps for later, or another thread takes, in one.
     for _ in range(3):
@@ -301,7 +299,7 @@ def test_links_give_back_what_they_took(
         for _ in range(10):
             cycle()
         grown_bytes.append(resident_bytes() - before_bytes)
-    assert (descriptors(), tasks()) == before
+    assert (open_files(), tasks()) == before
     assert min(grown_bytes) < 4 * MIB, grown_bytes
 
 

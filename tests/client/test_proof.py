@@ -32,6 +32,7 @@ from coordinator.messages import Role
 from coordinator.worker.memory import MappedPool
 from tests.backends.rigs import needs_mooncake, needs_nixl
 from tests.client.peer import LAYOUT
+from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -270,12 +271,9 @@ def test_a_closed_endpoint_is_not_renewed(pool: KVPool) -> None:
 
 
 def test_renewing_leaves_no_descriptor_behind(pool: KVPool) -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     with Endpoint(pool, "loopback") as endpoint:
-        before = descriptors()
+        before = open_files()
         for number in range(5):
             endpoint.renew(number)
             assert endpoint.is_quiet()
-        assert descriptors() == before
+        assert open_files() == before

@@ -7,7 +7,6 @@ import os
 import select
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -18,14 +17,13 @@ from coordinator.client.inbox import Head
 from coordinator.errors import ClosedError
 from coordinator.messages import Open, Send, encode
 from tests.client.peer import LAYOUT, Peer, drain_until, outcomes
+from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.client.conftest import Connect
-
-
-def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_many_threads_say_much_and_no_frame_is_torn(peer: Peer, connect: Connect) -> None:
@@ -111,7 +109,7 @@ def test_the_death_of_the_thread_is_raised_from_every_call(peer: Peer, connect: 
 def test_closing_sends_what_is_queued_and_says_goodbye(peer: Peer, connect: Connect) -> None:
     rank = connect(peer.control)
     rank.wait_ready(10)
-    descriptors = _open_files()
+    descriptors = open_files()
     for room in range(1, 3001):
         rank.open(room)
     rank.close()
@@ -123,7 +121,7 @@ def test_closing_sends_what_is_queued_and_says_goodbye(peer: Peer, connect: Conn
     with pytest.raises(ClosedError):
         rank.drain()
     rank.close()
-    eventually(lambda: _open_files() < descriptors, 10, "the sockets are closed")
+    eventually(lambda: open_files() < descriptors, 10, "the sockets are closed")
 
 
 def test_closing_without_a_coordinator_takes_no_time(short_dir: Path, connect: Connect) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,11 +21,13 @@ from coordinator.client import (
 from coordinator.errors import NotReadyError, QueueFullError
 from tests.client.engines import Engines
 from tests.client.peer import LAYOUT
+from tests.support.descriptors import open_files
 from tests.support.faults import Faults, frozen
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from coordinator.client.rank import Rank
     from tests.support.faults import Line
@@ -272,8 +273,3 @@ def test_towards_a_coordinator_that_is_absent_for_long_everything_is_bounded(lin
         lines.prefill.send(room, [3], last=True)
     lines.until(lines.decode, Outcome(51, 1), Released(51, 1))
     assert drained(lines, lines.decode) == [1, *rooms]
-
-
-def open_files() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
