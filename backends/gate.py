@@ -114,7 +114,8 @@ class Passage:
 
     def close(self) -> None:
         """Leave for good, and give the descriptor back."""
+        # By closing alone, a child that was forked meanwhile would stay inside.
+        self.leave()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._inside = False

@@ -26,8 +26,10 @@ Options (see ``Options``) become environment variables of the process, before th
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
+import time
 import zlib
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -55,6 +57,7 @@ from backends.nixl_link import (
     PROBE_BYTES,
     SCRAP_BYTES,
     UNGUARDED,
+    Due,
     Endpoint,
     GateAddress,
     NixlLink,
@@ -65,9 +68,11 @@ from backends.nixl_link import (
 from backends.nixl_threads import ThreadedLink
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from backends.base import Link
+
+logger = logging.getLogger(__name__)
 
 #: What UCX calls the transports that hand bytes to the peer's side, and never write its memory by themselves.
 _NETWORK: Final = frozenset(
@@ -192,17 +197,18 @@ class NixlBackend(Backend):
             raise BackendError(message)
         remote = decode(peer, endpoint)
         threads = self._threads_to(remote)
+        timeout_s = self._settings.connect_timeout_s
+        due = Due(time.monotonic() + timeout_s, timeout_s)
         links: list[NixlLink] = []
         try:
             for _ in range(max(1, threads)):
-                links.append(self._open(peer, remote))  # noqa: PERF401 - those before one that fails are fenced
+                links.append(self._open(peer, remote, due))  # noqa: PERF401 - those before one that fails are fenced
+            link = ThreadedLink(peer, links) if threads else links[0]
         except BackendError as error:
-            fence_all(links)
+            self._give_up(links)
             message = f"{peer} cannot be reached: {error}"
             raise ConnectError(message) from error
-        link = ThreadedLink(peer, links) if threads else links[0]
-        with self._links_lock:
-            self._links = [*(other for other in self._links if not other.fenced), link]
+        self._remember(link)
         return link
 
     def close(self) -> None:
@@ -234,7 +240,20 @@ class NixlBackend(Backend):
         kinds = {region.memory for region in self._regions} | {region.memory for region in remote.regions}
         return _COPYING_THREADS if near and kinds == {"host"} and self._settings.may_copy() else 0
 
-    def _open(self, peer: str, remote: Endpoint) -> NixlLink:
+    def _remember(self, *links: NixlLink | ThreadedLink) -> None:
+        """Fence these when we are closed."""
+        with self._links_lock:
+            self._links = [*(other for other in self._links if not other.fenced), *links]
+
+    def _give_up(self, links: Sequence[NixlLink]) -> None:
+        """Fence links that nobody will use; what cannot be is tried again when we are closed."""
+        try:
+            fence_all(links)
+        except BackendError:
+            logger.exception("links that were just opened cannot be fenced")
+            self._remember(*links)
+
+    def _open(self, peer: str, remote: Endpoint, due: Due) -> NixlLink:
         """Open a link with an agent of its own, and wait until the peer's engine has answered.
 
         Raises:
@@ -248,12 +267,14 @@ class NixlBackend(Backend):
             for region in (*self._regions, self._scrap):
                 agent.register(region)
             link = NixlLink(peer, agent, self._regions, remote, passage)
-            link.probe(self._scrap, as_region(remote.probe), block, self._settings.connect_timeout_s)
+            link.probe(self._scrap, as_region(remote.probe), block, due)
         except BackendError:
-            if agent is not None:
-                agent.destroy()
-            if passage is not None:
-                passage.close()
+            try:
+                if agent is not None:
+                    agent.destroy()
+            finally:
+                if passage is not None:
+                    passage.close()
             raise
         return link
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -127,6 +127,13 @@ def as_region(remote: RemoteRegion) -> Region:
     return Region(remote.address, remote.size_bytes, remote.memory, remote.device)
 
 
+class Due(NamedTuple):
+    """When a peer must have answered, on the monotonic clock, and how long after the beginning that is."""
+
+    at_s: float
+    timeout_s: float
+
+
 class NixlTransfer(Transfer):
     """A write: one native request for each pair of grids."""
 
@@ -184,11 +191,11 @@ class NixlLink(Link):
         self.fenced = False
         self._remote_agent = agent.add_peer(remote.metadata)
 
-    def probe(self, scrap: Region, remote: Region, block: int, timeout_s: float) -> None:
+    def probe(self, scrap: Region, remote: Region, block: int, due: Due) -> None:
         """Write a few bytes to a block of the peer's scrap, and wait for its engine.
 
         Raises:
-            BackendError: it is gone or does not answer.
+            BackendError: it is gone or does not answer in time.
 
         """
         source = self._agent.prepare(None, scrap, _SCRAP_GRID)
@@ -199,8 +206,8 @@ class NixlLink(Link):
         done = self._agent.post(request)
         while not done:
             waited_s = time.monotonic() - began_s
-            if waited_s > timeout_s:
-                message = f"its engine did not answer within {timeout_s:g} s"
+            if time.monotonic() > due.at_s:
+                message = f"its engine did not answer within {due.timeout_s:g} s"
                 raise BackendError(message)
             time.sleep(min(max(_PROBE_SHARE * waited_s, _MIN_PROBE_POLL_S), _MAX_PROBE_POLL_S))
             done = self._agent.done(request)

@@ -8,8 +8,10 @@ Theory of operation
     it itself, where an agent is free.
 
 Who may touch what
-    A thread only posts, and leaves what came of it in ``QueuedTransfer.outcome``; all else of a transfer
-    changes when its owner polls. An agent is used by whoever took it out of ``_free``.
+    A thread only posts, and leaves what came of it in ``QueuedTransfer.outcome``; all else of a
+    ``QueuedTransfer`` changes when its owner polls. The agents' own transfers do not get that far: a thread
+    that finds the peer gone ends all of its agent's. Whoever posts takes the agent out of ``_free``; to ask
+    after a transfer that moves by itself, its owner waits for the agent's lock.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from backends.base import Part
     from backends.nixl_link import NixlLink
 
+#: How long the end of the process waits for a thread to come back from native code.
+EXIT_WAIT_S: Final = 1.0
 #: Writes below this are small: copying them takes some 1 ms, waking a thread and asking after it 0.3 ms.
 SMALL_BYTES: Final = 4 << 20
 
@@ -53,11 +57,11 @@ class QueuedTransfer(Transfer):
 
     __slots__ = ("outcome", "parts")
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        """It is not posted yet."""
+    def __init__(self, parts: Sequence[Part], outcome: Transfer | None = None) -> None:
+        """It waits, or was posted already."""
         super().__init__()
         self.parts = parts
-        self.outcome: Transfer | Exception | None = None
+        self.outcome: Transfer | Exception | None = outcome
 
     def poll(self) -> Status:
         """See ``Transfer.poll``.
@@ -70,8 +74,10 @@ class QueuedTransfer(Transfer):
         if outcome is None or self.settled:
             return self.status
         if isinstance(outcome, Transfer):
-            self.status, self.settled = outcome.poll(), outcome.settled
-            self.error, self.progress = outcome.error, outcome.progress
+            outcome.poll()
+            # In this order: another thread may end it now, and tells that it is settled last of all.
+            self.settled = outcome.settled
+            self.status, self.error, self.progress = outcome.status, outcome.error, outcome.progress
         elif isinstance(outcome, BackendError):
             # Nothing of it was posted.
             self._fail(outcome)
@@ -91,31 +97,41 @@ class QueuedTransfer(Transfer):
 
 
 class ThreadedLink(Link):
-    """Several links to one peer as one, with as many threads."""
+    """Several links to one peer as one, with as many threads.
+
+    Attributes:
+        fenced: whether nothing can be written any more, nothing moves, and the threads have ended.
+
+    """
 
     def __init__(self, peer: str, links: Sequence[NixlLink]) -> None:
-        """Start the threads; the links, all to ``peer``, belong to this one from now on."""
+        """Start the threads; the links, all to ``peer``, belong to this one from now on.
+
+        Raises:
+            BackendError: the host has no more threads. The links are still the caller's.
+
+        """
         self.peer = peer
         self._links = list(links)
         self._free = list(links)
         self._queue: deque[QueuedTransfer] = deque()
-        self._unsettled: list[Transfer] = []
+        self._unsettled: list[QueuedTransfer] = []
         self._closed = False
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"write {number} to {peer}", daemon=True)
-            for number in range(len(links))
-        ]
-        for thread in self._threads:
-            thread.start()
-        # A thread that comes back from native code into an interpreter that has ended aborts the process.
+        self.fenced = False
         self._process = os.getpid()
-        atexit.register(self._end)
-
-    @property
-    def fenced(self) -> bool:
-        """Whether nothing can be written any more, and nothing moves."""
-        return all(link.fenced for link in self._links)
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(len(links)):
+                thread = threading.Thread(target=self._run, name=f"write {number} to {peer}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:
+            self._end(FENCE_WAIT_S)
+            message = f"no thread that writes to {peer} can be started: {error}"
+            raise BackendError(message) from error
+        # A thread that comes back from native code into an interpreter that has ended aborts the process.
+        atexit.register(self._end, EXIT_WAIT_S)
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""
@@ -130,13 +146,13 @@ class ThreadedLink(Link):
                 raise PeerDisconnectedError(message)
             link = self._free.pop() if size_bytes < SMALL_BYTES and self._free else None
             if link is None:
-                queued = QueuedTransfer(parts)
-                self._queue.append(queued)
-                self._unsettled.append(queued)
+                transfer = QueuedTransfer(parts)
+                self._queue.append(transfer)
+                self._unsettled.append(transfer)
                 self._changed.notify()
-                return queued
+                return transfer
         try:
-            transfer = link.post(parts)
+            transfer = QueuedTransfer((), link.post(parts))
         finally:
             self._give_back(link)
         self._unsettled.append(transfer)
@@ -144,16 +160,20 @@ class ThreadedLink(Link):
 
     def fence(self) -> None:
         """See ``Link.fence``."""
-        if not self._end():
+        if os.getpid() != self._process:
+            message = f"the link to {self.peer} belongs to the process that this one was forked from"
+            raise BackendError(message)
+        if not self._end(FENCE_WAIT_S):
             message = f"the link to {self.peer} is in a native call that does not return"
             raise BackendError(message)
         fence_all(self._links)
+        self.fenced = True
         atexit.unregister(self._end)
         for transfer in self._unsettled:
-            if isinstance(transfer, QueuedTransfer) and not transfer.settled:
+            if not transfer.settled:
                 transfer.end(self._fenced_error())
 
-    def _end(self) -> bool:
+    def _end(self, wait_s: float) -> bool:
         """Drop what is queued and wait for the threads to end; whether they did in time."""
         if os.getpid() != self._process:
             return True  # In a forked child there are none, and who holds the lock there never gives it back.
@@ -162,7 +182,7 @@ class ThreadedLink(Link):
             while self._queue:
                 self._queue.popleft().outcome = self._fenced_error()
             self._changed.notify_all()
-        until_s = time.monotonic() + FENCE_WAIT_S
+        until_s = time.monotonic() + wait_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -178,6 +198,8 @@ class ThreadedLink(Link):
                 transfer.outcome = link.post(transfer.parts)
             except Exception as error:  # noqa: BLE001 - a thread must not die unseen; ``poll`` raises it
                 transfer.outcome = error
+            # The last one is kept here until there is another.
+            transfer.parts = ()
             self._give_back(link)
 
     def _take(self) -> tuple[QueuedTransfer, NixlLink] | None:

@@ -3,8 +3,8 @@
 One prefill rank and one decode rank with pools of 1 GiB in shared memory, 16 KiB a page in each of 64
 planes. Two senders take turns on them, in one run and with the same kinds of handoffs:
 
-- *direct*: the engine's raw library in the prefill rank's process, as an expert would use it
-  (``support/bare_*.py``), from page lists to the last byte;
+- *direct*: the engine's raw library in the prefill rank's process, used well, but with one agent and one
+  thread (``support/bare_*.py``), from page lists to the last byte;
 - *coordinator*: ``send`` and ``offer``, a real coordinator, its worker, outcomes and releases.
 
 Each *round* hands over the same number of handoffs, ``WINDOW`` in flight at a time. A ratio is that of two
@@ -14,8 +14,7 @@ a handoff that is alone adds to its bare transfer time, from ``send`` to the out
 which ``overhead_us_p50_low`` and ``..._high`` are the quartiles. It is measured once for each engine, with
 handoffs of 1 MiB: what the coordinator adds does not grow with the size, but the time of a larger transfer
 varies by more than that from one to the next. ``bare_messages_us_p50`` is what the messages of one handoff
-take between as many processes and threads that do nothing else (``support/relay.py``), measured right after
-it: no coordinator that is a process of its own can add less on this host.
+take between as many processes and threads that do nothing else (``support/relay.py``), right after it.
 
 The figures are in a table for each case:
 
@@ -121,10 +120,11 @@ def run(arguments: Arguments) -> Metrics:
         with Deployment(ranks, _TABLES, backend=engine.backend, options=engine.options) as deployment:
             pair = Pair(deployment, engine)
             tables = {engine.table + case.suffix: pair.measure(case, effort) for case in effort.cases}
-            # Last, when everything is warm.
-            tables[engine.table] |= spread(pair.overheads_us(effort.alone), "overhead_us_p50")
-            tables[engine.table] |= spread(relays_us(effort.alone), "bare_messages_us_p50")
             metrics |= tables
+            if engine.table != _ONE_THREAD:
+                # Last, when everything is warm.
+                tables[engine.table] |= spread(pair.overheads_us(effort.alone), "overhead_us_p50")
+                tables[engine.table] |= spread(relays_us(effort.alone), "bare_messages_us_p50")
     return metrics
 
 

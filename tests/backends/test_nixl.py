@@ -86,6 +86,9 @@ def changed(endpoint: bytes, **fields: Any) -> bytes:  # noqa: ANN401 - any fiel
         ({"connect_timeout_s": 0}, "connect_timeout_s"),
         ({"connect_timeout_s": float("nan")}, "connect_timeout_s"),
         ({"timeout": 1}, "timeout"),
+        ({"threads_per_peer": -1}, "threads_per_peer"),
+        ({"threads_per_peer": 17}, "threads_per_peer"),
+        ({"threads_per_peer": True}, "threads_per_peer"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], named: str) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from backends.base import BackendError, PeerDisconnectedError, Status, TransferError
+from backends.base import (
+    BackendError,
+    ConnectError,
+    PeerDisconnectedError,
+    Status,
+    Transfer,
+    TransferError,
+)
 from tests.backends.rigs import LARGE_BYTES, PATIENCE_S, ROOT, Peer, Rig, until_done, until_terminal, whole
 from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
@@ -22,7 +31,7 @@ pytest.importorskip("backends.nixl", reason="the nixl wheel is not installed", e
 from backends import nixl_threads
 from backends.nixl import NixlBackend, Options
 from backends.nixl_link import NixlLink
-from backends.nixl_threads import ThreadedLink
+from backends.nixl_threads import QueuedTransfer, ThreadedLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,16 +112,51 @@ def test_who_gets_threads(options: dict[str, Any], threads: int, peer: Peer, mak
     assert threads_to("peer") == []
 
 
+def test_what_was_opened_before_one_that_fails_is_fenced(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that cannot be made, and a host that has no more threads."""
+    backend = make_sender(make_memory(MIB))
+    assert isinstance(backend, NixlBackend)
+    opened: list[NixlLink] = []
+    real = NixlBackend._open
+
+    def second_fails(self: NixlBackend, *arguments: Any) -> NixlLink:  # noqa: ANN401 - as the real one
+        if opened:
+            message = "no more agents"
+            raise BackendError(message)
+        opened.append(real(self, *arguments))
+        return opened[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlBackend, "_open", second_fails)
+        with pytest.raises(ConnectError, match="no more agents"):
+            backend.connect("peer", peer.endpoint)
+    assert [link.fenced for link in opened] == [True]
+
+    def starts_one(self: threading.Thread) -> None:
+        if threads_to("peer"):
+            message = "can't start new thread"
+            raise RuntimeError(message)
+        start(self)
+
+    start = threading.Thread.start
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", starts_one)
+        with pytest.raises(ConnectError, match="can't start new thread"):
+            backend.connect("peer", peer.endpoint)
+    assert threads_to("peer") == []
+
+    until_done(backend.connect("peer", peer.endpoint).write([whole(MIB)]))
+
+
 # --- moving bytes ------------------------------------------------------------------------------
 
 
-def test_large_writes_return_at_once_and_small_ones_are_over(
-    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
-) -> None:
+def test_large_writes_return_at_once(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
     ours = make_memory(LARGE_BYTES, seed=1)
     link = make_sender(ours).connect("peer", peer.endpoint)
-    small = link.write([whole(MIB)])
-    assert (small.status, small.settled) == (Status.DONE, True)
+    until_done(link.write([whole(MIB)]))
     assert np.array_equal(peer.memory[0].bytes[:MIB], ours.bytes[:MIB])
 
     large = [link.write([whole(LARGE_BYTES)]) for _ in range(5)]
@@ -136,6 +180,37 @@ def test_small_writes_do_without_a_free_agent(
         assert small.poll() is Status.MOVING
     for transfer in (*large, small):
         until_done(transfer)
+
+
+def test_a_write_that_was_called_too_early_is_called_again(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Its thread woke up while its owner had the last agent, for a small write."""
+    link = threaded(make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint))
+    waiters = link._changed._waiters  # type: ignore[attr-defined]
+    eventually(lambda: len(waiters) == 2, PATIENCE_S, "both threads wait")
+    with link._changed:
+        taken = [link._free.pop() for _ in range(2)]
+    transfer = link.write([whole(LARGE_BYTES)])
+    eventually(lambda: len(waiters) == 2, PATIENCE_S, "it has looked, and waits again")
+    assert transfer.poll() is Status.MOVING
+    for each in taken:
+        link._give_back(each)
+    until_done(transfer)
+
+
+def test_a_transfer_that_another_thread_ends_is_not_taken_for_done() -> None:
+    """That of an agent which finds its peer gone, right after it has told its owner that it moves."""
+
+    class Ended(Transfer):
+        def poll(self) -> Status:
+            said = self.status
+            self.error, self.status, self.settled = TransferError("gone"), Status.FAILED, True
+            return said
+
+    transfer = QueuedTransfer((), Ended())
+    assert (transfer.poll(), transfer.settled) == (Status.FAILED, True)
+    assert isinstance(transfer.error, TransferError)
 
 
 # --- ends --------------------------------------------------------------------------------------
@@ -226,7 +301,8 @@ def test_what_a_thread_meets_reaches_the_owner(
     for each in link._links:
         monkeypatch.setattr(each, "post", post)
     transfer = link.write([whole(LARGE_BYTES)])
-    eventually(lambda: len(link._free) == 2 and not link._queue, PATIENCE_S, "a thread has had it")
+    assert isinstance(transfer, QueuedTransfer)
+    eventually(lambda: transfer.outcome is not None, PATIENCE_S, "a thread has had it")
     if isinstance(error, BackendError):
         assert (transfer.poll(), transfer.settled, transfer.error) == (Status.FAILED, True, error)
     else:
@@ -308,8 +384,42 @@ def test_links_give_back_what_they_took(peer: Peer, make_memory: MakeMemory, mak
         for _ in range(4):
             link.write([whole(LARGE_BYTES)])
         link.fence()
-        return open_files() + len(list(Path("/proc/self/task").iterdir()))
+        return open_files()
 
     cycle()
     before = cycle()
+    tasks = Path("/proc/self/task")
+    threads = len(list(tasks.iterdir()))
     assert [cycle() for _ in range(5)] == [before] * 5
+    # A thread that was joined may be the kernel's for a moment longer.
+    eventually(lambda: len(list(tasks.iterdir())) <= threads, PATIENCE_S, "the threads are gone")
+
+
+def test_a_fenced_link_is_forgotten(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
+    """Not even what runs at the end of the process keeps it."""
+    backend = make_sender(make_memory(MIB))
+    link = weakref.ref(backend.connect("peer", peer.endpoint))
+    backend.close()
+    gc.collect()
+    assert link() is None
+
+
+def test_a_lost_link_that_its_owner_does_not_fence_ends_with_the_backend(
+    peer: Peer, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """All of its agents are gone already; another link is opened in between."""
+    doomed = make_peer(LARGE_BYTES)
+    backend = make_sender(make_memory(LARGE_BYTES))
+    link = threaded(backend.connect("doomed", doomed.endpoint))
+    with link._links[0]._lock, link._links[1]._lock:
+        transfers = [link.write([whole(LARGE_BYTES)]) for _ in range(2)]
+        eventually(lambda: not link._free, PATIENCE_S, "both threads are at it")
+        doomed.kill()
+    assert {until_terminal(transfer) for transfer in transfers} == {Status.FAILED}
+    assert all(each.fenced for each in link._links)
+    assert threads_to("doomed")
+    backend.connect("peer", peer.endpoint)
+
+    backend.close()
+
+    assert threads_to("doomed") == []

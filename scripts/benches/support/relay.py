@@ -44,15 +44,17 @@ def relays_us(count: int) -> list[float]:
             spawn.Process(target=_worker, args=(addresses, rounds)),
             spawn.Process(target=_rank, args=(addresses, rounds, theirs)),
         ]
+        started = []
         try:
             for process in processes:
                 process.start()
+                started.append(process)
             if not ours.poll(_PATIENCE_MS / 1000):
                 message = f"the bare messages did not come back within {_PATIENCE_MS} ms"
                 raise TimeoutError(message)
             times_us: list[float] = ours.recv()
         finally:
-            for process in processes:
+            for process in started:
                 process.join(5)
                 process.kill()
     return times_us[_WARM:]
