@@ -184,6 +184,11 @@ class Transfer(ABC):
         self.error: BackendError | None = None
         self.progress = 0
 
+    @property
+    def rest_s(self) -> float:
+        """How long the next poll may wait, in seconds: an earlier one would cost more than it tells."""
+        return 0.0
+
     @abstractmethod
     def poll(self) -> Status:
         """Ask the engine once; update and return ``status``. Cheap and harmless after the end."""

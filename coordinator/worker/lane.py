@@ -186,7 +186,8 @@ class Lane:
         if not self._moving:
             return None
         quiet_s = time.monotonic() - self._stirred_s
-        return min(max(quiet_s * SLEEP_SHARE, MIN_SLEEP_S), MAX_SLEEP_S)
+        rest_s = min(post.transfer.rest_s for post in self._moving)
+        return min(max(quiet_s * SLEEP_SHARE, rest_s, MIN_SLEEP_S), MAX_SLEEP_S)
 
     def _obey(self, note: Note) -> None:
         match note:

@@ -267,6 +267,20 @@ def test_what_a_fence_may_find_under_way_is_bounded_in_bytes(
     assert DEPTH_BYTES // 2 < watched.most_bytes < DEPTH_BYTES + max(watched.sizes_bytes)
 
 
+def test_a_busy_engine_says_so(
+    rig: Rig, make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Whoever asks meanwhile takes a core from its connections; its last pieces are asked after at once."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    with held_up(rig, peer, link) as transfer:
+        assert transfer.rest_s > 0
+    until_done(transfer)
+    small = link.write([whole(MIB)])
+    assert small.rest_s == 0
+    until_done(small)
+
+
 def test_it_has_as_many_connections_as_we_ask_for(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:

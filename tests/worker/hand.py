@@ -33,17 +33,23 @@ MOST_MOVING = 3
 class HandTransfer(Transfer):
     """Moves until ``end`` is called; counts how often it was asked.
 
-    While it ``gets_on``, a part has arrived each time that it is asked.
+    While it ``gets_on``, a part has arrived each time that it is asked. ``wants_s`` is its ``rest_s``.
     """
 
-    __slots__ = ("_verdict", "gets_on", "polls", "size_bytes")
+    __slots__ = ("_verdict", "gets_on", "polls", "size_bytes", "wants_s")
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
         self.size_bytes = size_bytes
         self.polls = 0
         self.gets_on = False
+        self.wants_s = 0.0
         self._verdict: tuple[BackendError | None, bool] | None = None
+
+    @property
+    def rest_s(self) -> float:
+        """What the test wants."""
+        return self.wants_s
 
     def poll(self) -> Status:
         """Take the test's verdict, when there is one."""

@@ -572,6 +572,24 @@ def test_a_transfer_that_gets_on_is_asked_as_often_as_at_its_begin(
     bench.sender.reports.wait(MoveDone)
 
 
+def test_an_engine_that_is_busy_is_let_alone(bench: Bench) -> None:
+    """While every transfer says so; one that does not is asked at once again."""
+    bench.move(1, pages=1)
+    bench.move(2, pages=1)
+    first, second = bench.link.wait_for_writes(2)
+    first.gets_on = second.gets_on = True
+
+    first.wants_s = second.wants_s = 0.03
+    assert eventually(lambda: _rests(first))
+    second.wants_s = 0.0
+
+    asked = first.polls
+    assert eventually(lambda: first.polls > asked + 400)
+    first.end()
+    second.end()
+    bench.sender.reports.wait(MoveDone)
+
+
 def _rests(write: HandTransfer) -> bool:
     """Whether the lane has come to ask it only now and then."""
     asked = write.polls
