@@ -79,6 +79,8 @@ class Passage:
         self._descriptor = descriptor
         self._number = number
         self._inside = False
+        # The lock is one for a process and its forked children: none of these may give it back.
+        self._process = os.getpid()
 
     @classmethod
     def at(cls, path: str, size_bytes: int, number: int) -> Passage:
@@ -108,7 +110,7 @@ class Passage:
 
     def leave(self) -> None:
         """Nothing of ours moves any more. Calling it outside is fine."""
-        if self._inside:
+        if self._inside and os.getpid() == self._process:
             self._inside = False
             unlock(self._descriptor, _entered_byte(self._number))
 

@@ -56,6 +56,36 @@ def test_writers_go_in_while_the_gate_is_open(path: str) -> None:
     one.close()
 
 
+def test_a_forked_child_neither_leaves_for_its_parent_nor_stays_inside(path: str) -> None:
+    """They share the lock: only who entered may give it back, and must do so by itself."""
+    gate = gate_on(path)
+    writer = passage(gate, path)
+    assert writer.enter()
+    gate.shut()
+    goes_on, stop = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(stop)
+        os.read(goes_on, 1)
+        os._exit(0)
+    try:
+        assert not gate.is_empty(), "the parent is inside"
+        leaver = os.fork()
+        if not leaver:
+            writer.close()
+            os._exit(0)
+        os.waitpid(leaver, 0)
+        assert not gate.is_empty(), "the parent is inside, whatever its child did"
+
+        writer.close()
+
+        assert gate.is_empty(), "though a child lives that has the descriptor"
+    finally:
+        os.close(stop)
+        os.waitpid(child, 0)
+        os.close(goes_on)
+
+
 def test_gates_of_one_file_do_not_know_each_other(path: str) -> None:
     first, second = gate_on(path), gate_on(path)
     assert first.number != second.number
