@@ -120,11 +120,11 @@ def run(arguments: Arguments) -> Metrics:
         with Deployment(ranks, _TABLES, backend=engine.backend, options=engine.options) as deployment:
             pair = Pair(deployment, engine)
             tables = {engine.table + case.suffix: pair.measure(case, effort) for case in effort.cases}
-            metrics |= tables
             if engine.table != _ONE_THREAD:
                 # Last, when everything is warm.
                 tables[engine.table] |= spread(pair.overheads_us(effort.alone), "overhead_us_p50")
                 tables[engine.table] |= spread(relays_us(effort.alone), "bare_messages_us_p50")
+            metrics |= tables
     return metrics
 
 

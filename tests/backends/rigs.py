@@ -168,7 +168,7 @@ def make_rig(name: str, options: dict[str, Any], directory: Path) -> Rig:
         control = directory / "faults.toml"
         return LoopbackRig(name, {"control": str(control), **options}, control)
     if name == "nixl":
-        # A way through sockets: on shared memory its writes never are in progress.
+        # A way through sockets: on one host a write is a copy, which a stopped peer does not hold up.
         return Rig(name, {"transports": "tcp", "devices": "lo", **options})
     if name == "nixl-threads":
         return make_rig("nixl", {"threads_per_peer": 2, **options}, directory)
