@@ -1,9 +1,10 @@
 """The ``mooncake`` backend: Mooncake's Transfer Engine, over TCP; RDMA can be chosen, but is not tested.
 
 Engines
-    The receiving side has one native engine. The sending side has one *per link*: the first contact
-    with a peer holds an engine up, for a minute when that peer is stopped; and to destroy the engine,
-    which is the only way to stop it, must touch no other link.
+    The receiving side has some native engines (``Options.receivers``), all for the same memory: a sender
+    has 16 connections to each. The sending side has one *per link*: the first contact with a peer holds
+    an engine up, for a minute when that peer is stopped; and to destroy the engine, which is the only way
+    to stop it, must touch no other link.
 
 Settled
     Mooncake cannot cancel. But an engine has few bytes of a link at a time, each piece under an id of its
@@ -12,14 +13,12 @@ Settled
 
 Incarnations
     Mooncake has no notion of them: it connects again by itself, to whatever process has the host and
-    port. What this backend guarantees: each process that receives has a random incarnation, which is
-    in its endpoint; ``connect`` fails unless that very process answers; the link looks before each
-    post and in each poll whether it is still there, and is fenced when it is not. So after a restart
-    nothing is posted over an old link. Pieces that were on a connection when the peer died fail with
-    it within milliseconds; those that waited for one (see ``DEPTH``) end with the engine. What is left
-    is a sender that is itself stopped for as long as a restart takes, with pieces that waited, while
-    the new process gets the same random port and memory at the same addresses (Mooncake refuses
-    others).
+    port. What this backend guarantees: nothing is written to any process but the one that gave the
+    endpoint. Each process that receives has a random incarnation, which is in its endpoint. ``connect``
+    makes all connections that the link will ever have, without a write, and then fails unless that very
+    process says that it is there. A link posts only what finds one of these connections idle, so its
+    engine never connects again. And it looks before each post and in each poll whether the process is
+    still there, and is fenced when it is not.
 
 Nobody is authenticated: whoever reaches an engine's ports, which are open on all interfaces, can
 write into memory that is registered with it. Keep these ports within a network that you trust.
@@ -33,6 +32,7 @@ import ipaddress
 import logging
 import math
 import mmap
+import resource
 import socket
 import threading
 from contextlib import ExitStack
@@ -45,8 +45,8 @@ from msgspec import Meta, Struct
 
 from backends.base import Backend, BackendError, Capabilities, ConnectError, Region, fence_all
 from backends.memory import check_region
-from backends.mooncake_endpoint import Endpoint, RemoteRegion, decode
-from backends.mooncake_engine import Engine, EngineSettings, find_engine, load_engine
+from backends.mooncake_endpoint import MAX_ENGINES, Endpoint, RemoteEngine, RemoteRegion, decode
+from backends.mooncake_engine import LANES, Engine, EngineSettings, find_engine, load_engine
 from backends.mooncake_link import MAX_OUTSTANDING, MooncakeLink
 from backends.mooncake_presence import Presence, PresenceListener
 from backends.mooncake_warmup import SCRAP_BYTES, warm_up
@@ -71,15 +71,19 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
         host: the IPv4 address of this host under which peers reach it.
         protocol: ``"tcp"``, or ``"rdma"``, which is not tested.
         device: RDMA devices, for example ``"mlx5_0"``, separated by commas; empty: all.
+        receivers: engines that the receiving side has; of more, its 16 connections from each sender are
+            enough for smaller pieces. A sender takes that many times 16 open files on either side, and one.
         peer_timeout_s: after how long a peer that takes no bytes, or whose host is silent, counts as
             lost; rounded up to whole seconds.
-        connect_timeout_s: how long each of the two steps of ``connect`` waits for an answer.
+        connect_timeout_s: how long each of the three steps of ``connect`` waits for an answer: whether that
+            incarnation is there, its engines, and whether it is still there.
 
     """
 
     host: str = "127.0.0.1"
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_,.-]*\Z")] = ""
+    receivers: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 4
     peer_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 15.0
     connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
 
@@ -130,7 +134,7 @@ class MooncakeBackend(Backend):
         self._module: Any = None
         self._sends = False
         self._regions: list[Region] = []
-        self._receiver: Engine | None = None
+        self._receivers: list[Engine] = []
         self._listener: PresenceListener | None = None
         self._scrap_memory = mmap.mmap(-1, mmap.PAGESIZE)
         address = np.frombuffer(self._scrap_memory, np.uint8).ctypes.data
@@ -160,23 +164,22 @@ class MooncakeBackend(Backend):
         self._check_started()
         kinds = ("host", "cuda") if self._module.SUPPORT_CUDA else ("host",)
         check_region(region, self._regions, kinds)
-        if self._receiver is not None:
-            self._receiver.register(region)
+        for engine in self._receivers:
+            engine.register(region)
         self._regions.append(region)
         return len(self._regions) - 1
 
     def endpoint(self) -> bytes:
         """See ``Backend.endpoint``."""
         self._check_started()
-        engine, listener = self._receiving_side()
-        host, _, port = engine.name.rpartition(":")
+        engines, listener = self._receiving_side()
         regions = tuple(RemoteRegion(region.address, region.size_bytes) for region in self._regions)
         return msgspec.msgpack.encode(
             Endpoint(
                 self.agent,
                 self._settings.protocol,
-                host,
-                int(port),
+                self._settings.host,
+                tuple(RemoteEngine(engine.port, engine.data_port) for engine in engines),
                 listener.port,
                 listener.incarnation,
                 regions,
@@ -211,9 +214,9 @@ class MooncakeBackend(Backend):
             fence_all(links)
         finally:
             # In this order: whoever sees that we are gone must not find an engine that writes.
-            if self._receiver is not None:
-                self._receiver.destroy()
-                self._receiver = None
+            for engine in self._receivers:
+                engine.destroy()
+            self._receivers.clear()
             if self._listener is not None:
                 self._listener.close()
                 self._listener = None
@@ -222,7 +225,7 @@ class MooncakeBackend(Backend):
 
     def silent(self) -> bool:
         """See ``Backend.silent``: over TCP our own engine writes what arrives, and it is destroyed."""
-        is_closed = self._module is None and self._receiver is None
+        is_closed = self._module is None and not self._receivers
         return is_closed and self._settings.protocol == "tcp"
 
     def _connect(self, peer: str, remote: Endpoint) -> MooncakeLink:
@@ -243,6 +246,8 @@ class MooncakeBackend(Backend):
             for region in (*self._regions, self._scrap):
                 engine.register(region)
             warm_up(engine, remote, self._scrap.address, timeout_s)
+            # So the connections lead to that incarnation: it is there after they were made.
+            presence.confirm(timeout_s)
             undo.pop_all()
         return MooncakeLink(peer, engine, presence, self._regions, remote)
 
@@ -266,16 +271,19 @@ class MooncakeBackend(Backend):
         settings = self._settings
         return Engine(EngineSettings(self._module, settings.host, settings.protocol, settings.device))
 
-    def _receiving_side(self) -> tuple[Engine, PresenceListener]:
-        """The engine into whose memory others write, and what says that we are there."""
-        if self._receiver is None:
+    def _receiving_side(self) -> tuple[list[Engine], PresenceListener]:
+        """The engines into whose memory others write, and what says that we are there."""
+        while len(self._receivers) < self._settings.receivers:
             engine = self._new_engine()
             for region in (*self._regions, self._scrap):
                 engine.register(region)
-            self._receiver = engine
+            self._receivers.append(engine)
         if self._listener is None:
             self._listener = PresenceListener(self._settings.host)
-        return self._receiver, self._listener
+            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            senders = files // (self._settings.receivers * LANES + 1)
+            logger.info("this process may open %d files, which is enough for %d senders", files, senders)
+        return self._receivers, self._listener
 
 
 def _abandon(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,7 +11,22 @@ from msgspec import Meta, Struct
 from backends.base import ConnectError
 from backends.mooncake_presence import INCARNATION_BYTES
 
+#: Engines of one receiving side, at most.
+MAX_ENGINES: Final = 16
 Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class RemoteEngine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An engine that takes writes.
+
+    Attributes:
+        port: where it is called.
+        data_port: where its connections are made; 0 with RDMA.
+
+    """
+
+    port: Port
+    data_port: Annotated[int, Meta(ge=0, le=65535)]
 
 
 class RemoteRegion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -26,20 +41,20 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="mooncake", forbid_unkn
 
     Attributes:
         agent: the backend's name.
-        protocol: how its engine is reached.
+        protocol: how its engines are reached.
         host: an IPv4 address.
-        port: of its engine.
+        engines: all of them take writes to all regions.
         presence_port: where it says whether it is still ``incarnation``.
         incarnation: random bytes that no other process has.
         regions: in the order of their registration.
-        scrap: address of a few bytes into which a new link writes, to make the connection.
+        scrap: address of a few bytes that a new link reads, to make its connections.
 
     """
 
     agent: Annotated[str, Meta(max_length=255)]
     protocol: Literal["tcp", "rdma"]
     host: Annotated[str, Meta(max_length=15)]
-    port: Port
+    engines: Annotated[tuple[RemoteEngine, ...], Meta(min_length=1, max_length=MAX_ENGINES)]
     presence_port: Port
     incarnation: Annotated[bytes, Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
     regions: Annotated[tuple[RemoteRegion, ...], Meta(max_length=4096)]
@@ -49,10 +64,9 @@ class Endpoint(Struct, frozen=True, array_like=True, tag="mooncake", forbid_unkn
         """Refuse a host that is no address: the engine would look any name up."""
         ipaddress.IPv4Address(self.host)
 
-    @property
-    def engine(self) -> str:
-        """How an engine calls this one."""
-        return f"{self.host}:{self.port}"
+    def name(self, engine: RemoteEngine) -> str:
+        """How other engines call one of its engines."""
+        return f"{self.host}:{engine.port}"
 
 
 def decode(peer: str, endpoint: bytes) -> Endpoint:

@@ -1,15 +1,18 @@
 """A mooncake link: the writes towards one peer.
 
-A write is cut into pieces, each a contiguous run. The engine has a bounded number of them at a time
-(``DEPTH``, ``DEPTH_BYTES``), of the link's transfers in turn; the link gives it the next when one has
-ended. Whoever polls any transfer of the link does that for all of them: the next poll of another one
-costs nothing.
+A write is cut into pieces, each a contiguous run. The engine has one of them at a time for each of its
+connections, of the link's transfers in turn; the link gives it the next when one has ended. Whoever polls
+any transfer of the link does that for all of them: the next poll of another one costs nothing.
+
+Never more than one for each connection: a piece that waits for a connection would make the engine connect
+again when the peer dies, to whatever process has the port by then. All connections were made, and the peer
+was there after that, before the link was (``backends.mooncake_warmup``). One whose piece has failed does
+not count any more, so what is posted always finds one that leads to the peer's process, or to nobody.
 
 When a piece fails, the engine does not say why. So the link asks the peer (see
 ``backends.mooncake_presence``). An answer means that the write alone failed; none, or the news that
 the peer has hung up, that the peer is lost. Until that is known, nothing more is posted, and the
-transfer counts as moving. So however many pieces wait behind each other, a peer that is lost is known
-to be lost, and the engine with all of them is destroyed, when the first one has run into its time-out.
+transfer counts as moving.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from backends.base import (
     TransferError,
 )
 from backends.descriptors import check_parts, merged_runs
-from backends.mooncake_engine import DEPTH, DEPTH_BYTES
+from backends.mooncake_engine import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +47,10 @@ logger = logging.getLogger(__name__)
 
 #: Enough to keep the connections busy between two polls.
 MAX_OUTSTANDING: Final = 16
-#: Longer runs are cut: with ``DEPTH_BYTES`` in the engine all its connections have work, and what a fence
-#: cuts off is short. Measured over loopback: 1 to 16 MiB are equally fast.
+#: The most bytes that an engine has, but for the last piece: what a fence may find under way.
+DEPTH_BYTES: Final = 16 << 20
+#: Longer runs are cut, so that many connections have work, and what a fence cuts off is short. Measured over
+#: loopback: 1 to 16 MiB are equally fast.
 _PIECE_BYTES: Final = 1 << 20
 _FENCE_WAIT_S: Final = 5.0
 #: How long a peer may take to say that it is there, after a write failed.
@@ -121,9 +126,15 @@ class MooncakeLink(Link):
     def __init__(
         self, peer: str, engine: Engine, presence: Presence, local: Sequence[Region], remote: Endpoint
     ) -> None:
-        """Take over the engine and the presence; ``local`` is registered with the engine already."""
+        """Take over the engine and the presence.
+
+        ``local`` is registered with the engine already, and all its connections are made.
+        """
         self.peer = peer
         self._engine = engine
+        # Connections without a piece: to which of the peer's engines they lead. These take turns.
+        self._idle = deque([remote.name(theirs) for theirs in remote.engines] * LANES)
+        self._fewest = len(self._idle) // 2
         self._presence = presence
         self._local = list(local)
         self._local_bytes = [region.size_bytes for region in local]
@@ -131,8 +142,8 @@ class MooncakeLink(Link):
         self._remote_bytes = [region.size_bytes for region in remote.regions]
         self._moving: list[MooncakeTransfer] = []
         self._queue: deque[MooncakeTransfer] = deque()
-        # What the engine has, by id: whose it is, and its length.
-        self._pieces: dict[int, tuple[MooncakeTransfer, int]] = {}
+        # What the engine has, by id: whose it is, its length, and on which connection.
+        self._pieces: dict[int, tuple[MooncakeTransfer, int, str]] = {}
         self._engine_bytes = 0
         self._looked_s = 0.0
         # What was asked of the peer since a piece failed, and when; 0: nothing.
@@ -222,26 +233,21 @@ class MooncakeLink(Link):
 
     def _sweep(self) -> bool:
         """Ask once after each piece that the engine has; whether any has ended."""
-        ended = []
-        for number, (transfer, size_bytes) in self._pieces.items():
-            done = self._engine.ended(number)
-            if done is None:
-                continue
-            ended.append(number)
+        ends = self._engine.ended(self._pieces)
+        for number, done in ends:
+            transfer, size_bytes, connection = self._pieces.pop(number)
             transfer.in_engine -= 1
             self._engine_bytes -= size_bytes
             if done:
                 transfer.progress += 1
+                self._idle.append(connection)
             else:
                 self._break(transfer)
-        for number in ended:
-            # The engine must never be asked after it again.
-            del self._pieces[number]
-        return bool(ended)
+        return bool(ends)
 
     def _feed(self) -> None:
-        """Give the engine pieces up to its limit. The peer's presence was looked at just before."""
-        while self._queue and self._has_room() and not self._question:
+        """Give the engine pieces up to its limits. The peer's presence was looked at just before."""
+        while self._queue and self._idle and self._engine_bytes < DEPTH_BYTES and not self._question:
             transfer = self._queue[0]
             piece = next(transfer.pieces, None)
             if piece is None:
@@ -249,20 +255,16 @@ class MooncakeLink(Link):
                 self._queue.popleft()
                 continue
             try:
-                number = self._engine.submit(self._remote.engine, *piece)
+                number = self._engine.submit(self._idle[0], *piece)
             except BackendError as error:
                 logger.warning("a write to %s: %s", self.peer, error)
                 self._break(transfer)
                 return
-            self._pieces[number] = (transfer, piece.size_bytes)
+            self._pieces[number] = (transfer, piece.size_bytes, self._idle.popleft())
             self._engine_bytes += piece.size_bytes
             transfer.in_engine += 1
             # In turn, so that none of them stands still.
             self._queue.rotate(-1)
-
-    def _has_room(self) -> bool:
-        """Whether the engine may have another piece."""
-        return len(self._pieces) < DEPTH and self._engine_bytes < DEPTH_BYTES
 
     def _settle(self) -> None:
         """End the transfers of which nothing is left and nothing is in doubt."""
@@ -291,6 +293,9 @@ class MooncakeLink(Link):
                         f"a write to {self.peer} failed, though it is there; the engine's log is on stderr"
                     )
                     transfer.fail(TransferError(message))
+            left = len(self._idle) + len(self._pieces)
+            if left < self._fewest:
+                self._lose(f"of its connections only {left} are left")
         elif time.monotonic() - self._asked_s > _ANSWER_S:
             self._lose("a write failed, and it does not answer any more")
 
@@ -322,3 +327,4 @@ class MooncakeLink(Link):
         self._moving.clear()
         self._queue.clear()
         self._pieces.clear()
+        self._idle.clear()

@@ -107,6 +107,23 @@ class Presence:
             self._socket.send(_ASK)
         return self._asked
 
+    def confirm(self, timeout_s: float) -> None:
+        """Ask, and wait for the answer.
+
+        Raises:
+            BackendError: there is none within ``timeout_s``, or it has hung up.
+
+        """
+        wanted, end_s = self.ask(), time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while not self.lost() and self.answers < wanted:
+                if not selector.select(max(0.0, end_s - time.monotonic())):
+                    message = f"it did not answer within {timeout_s:g} s"
+                    raise BackendError(message)
+        if self._lost:
+            raise BackendError(self._lost)
+
     def lost(self) -> str:
         """Say why the incarnation is gone; empty while it is there, as far as our kernel knows."""
         while not self._lost:

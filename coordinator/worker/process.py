@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import secrets
 import select
 import signal
@@ -53,6 +54,7 @@ def main() -> NoReturn:
     os.dup2(_STDERR, _STDOUT)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     _die_with_parent()
+    _allow_files()
     # A terminal's Ctrl-C goes to the whole process group; the coordinator then stops us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -155,6 +157,12 @@ def _die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         _log.warning("PR_SET_PDEATHSIG: %s; only the end of stdin tells", os.strerror(ctypes.get_errno()))
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as it may: native engines have many connections for each peer."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lane_crashed() -> None:

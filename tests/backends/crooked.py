@@ -6,14 +6,17 @@ from typing import Any
 
 import msgspec
 
+#: A list of lists may also be of ports.
+_LAST_PORT = 65535
+
 
 def crooked(endpoint: bytes, how: str, size_bytes: int) -> bytes:
     """Bend an endpoint with one region of that size; what is none of these is left as it is."""
 
     def shifted(fields: Any) -> Any:  # noqa: ANN401 - both kinds of endpoints have regions of [address, size, ...]
-        if isinstance(fields, list) and fields and isinstance(fields[0], list):
-            (address, *rest), *others = fields
-            return [[address + size_bytes // 2, *rest], *others]
+        match fields:
+            case [[int(address), *rest], *others] if address > _LAST_PORT:
+                return [[address + size_bytes // 2, *rest], *others]
         return fields
 
     if how == "nonsense":

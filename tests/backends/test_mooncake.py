@@ -38,10 +38,12 @@ pytest.importorskip("backends.mooncake", reason="the mooncake wheel is not insta
 
 from backends.mooncake import MooncakeBackend
 from backends.mooncake_endpoint import decode
-from backends.mooncake_engine import DEPTH, DEPTH_BYTES, LANES, Engine, EngineSettings, load_engine
+from backends.mooncake_engine import LANES, Engine, EngineSettings, load_engine
+from backends.mooncake_link import DEPTH_BYTES
+from backends.mooncake_warmup import warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from backends.base import Backend
     from tests.backends.memory import SharedMemory
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.mooncake
 
 MIB = 1 << 20
+#: Of a link to a peer with the default number of engines.
+CONNECTIONS = 4 * LANES
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +208,7 @@ class Watched:
         self.most_bytes = 0
         self.wrong: list[str] = []
         self._moving: dict[Engine, dict[int, int]] = {}
-        submit, ended = Engine.submit, Engine.ended
+        submit, submit_read, ended = Engine.submit, Engine.submit_read, Engine.ended
 
         def watched_submit(engine: Engine, name: str, source: int, destination: int, size_bytes: int) -> int:
             number = submit(engine, name, source, destination, size_bytes)
@@ -215,17 +219,22 @@ class Watched:
             self.sizes_bytes.append(size_bytes)
             return number
 
-        def watched_ended(engine: Engine, number: int) -> bool | None:
-            moving = self._moving[engine]
-            if number not in moving:
-                self.wrong.append(f"asked after {number}, which has ended")
-                return False
-            done = ended(engine, number)
-            if done is not None:
+        def watched_read(engine: Engine, name: str, destination: int, source: int, size_bytes: int) -> int:
+            number = submit_read(engine, name, destination, source, size_bytes)
+            self._moving.setdefault(engine, {})[number] = size_bytes
+            return number
+
+        def watched_ended(engine: Engine, numbers: Iterable[int]) -> list[tuple[int, bool]]:
+            asked = set(numbers)
+            moving = self._moving.setdefault(engine, {})
+            self.wrong += [f"asked after {number}, which has ended" for number in asked - moving.keys()]
+            ends = ended(engine, asked & moving.keys())
+            for number, _ in ends:
                 del moving[number]
-            return done
+            return ends
 
         monkeypatch.setattr(Engine, "submit", watched_submit)
+        monkeypatch.setattr(Engine, "submit_read", watched_read)
         monkeypatch.setattr(Engine, "ended", watched_ended)
 
     @property
@@ -251,10 +260,9 @@ def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
         until_done(transfer)
         transfer.poll()
     assert not watched.wrong
-    assert watched.most == DEPTH
+    assert watched.most == CONNECTIONS
     assert watched.unended == 0
-    # One more wrote the scrap of the peer, to make the connection.
-    assert len(watched.sizes_bytes) == 4 * 256 + 1
+    assert len(watched.sizes_bytes) == 4 * 256
 
 
 def test_what_a_fence_may_find_under_way_is_bounded_in_bytes(
@@ -279,24 +287,6 @@ def test_a_busy_engine_says_so(
     small = link.write([whole(MIB)])
     assert small.rest_s == 0
     until_done(small)
-
-
-def test_it_has_as_many_connections_as_we_ask_for(
-    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
-) -> None:
-    """Of a number that it does not like it says nothing, and takes four."""
-    link = make_sender(make_memory(2 * MIB)).connect("peer", peer.endpoint)
-    grid = plain_grid(2 * MIB)
-    every_other = np.arange(grid.count, dtype=np.int32)[::2]
-
-    def connections() -> int:
-        until_done(link.write([Part(grid, every_other, grid, every_other)]))
-        found = psutil.Process().net_connections("tcp")
-        ports = Counter(each.raddr.port for each in found if each.status == psutil.CONN_ESTABLISHED)
-        return max(ports.values())
-
-    # One is made when it is needed first.
-    eventually(lambda: connections() == LANES, 20, "all connections are in use")
 
 
 def test_the_pieces_of_several_writes_take_turns_and_each_is_told(
@@ -383,7 +373,9 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(
     backend = make_sender(make_memory(MIB, seed=1))
     link = backend.connect("peer", peer.endpoint)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        endpoint = changed(peer.endpoint, port=mute.getsockname()[1])
+        theirs = decode("peer", peer.endpoint).engines[0]
+        silent = msgspec.structs.replace(theirs, port=mute.getsockname()[1])
+        endpoint = changed(peer.endpoint, engines=(silent,))
         with ThreadPoolExecutor() as threads:
             started_s = time.monotonic()
             connecting = threads.submit(backend.connect, "peer-again", endpoint)
@@ -419,16 +411,114 @@ def test_a_peer_that_closes_is_lost_at_once(
         link.write([whole(MIB)])
 
 
-def data_port(peer: Peer) -> int:
-    """Where the engine of a peer takes writes; it chose the port by itself."""
-    endpoint = decode("peer", peer.endpoint)
-    listening = {
-        connection.laddr.port
-        for connection in psutil.Process(peer.process.pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
+def connections_to(endpoint: bytes) -> set[tuple[int, int]]:
+    """This process's connections to the engines of a peer, by the ports of their two ends."""
+    theirs = {engine.data_port for engine in decode("peer", endpoint).engines}
+    return {
+        (connection.laddr.port, connection.raddr.port)
+        for connection in psutil.Process().net_connections("tcp")
+        # Of a socket that is not connected it is an empty tuple.
+        if getattr(connection.raddr, "port", 0) in theirs
     }
-    (port,) = listening - {endpoint.port, endpoint.presence_port}
-    return int(port)
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("stopped", "did not answer within 1 s"), ("killed", "connection")]
+)
+def test_a_peer_that_is_gone_when_all_is_made_is_not_connected(
+    when: str, said: str, make_peer: MakePeer, make_sender: MakeSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could have been another process already to which the last connections were made; case C07."""
+    peer = make_peer(MIB)
+
+    def and_then(*arguments: Any) -> None:  # noqa: ANN401 - they are passed on
+        warm_up(*arguments)
+        peer.stop() if when == "stopped" else peer.kill()
+
+    monkeypatch.setattr("backends.mooncake.warm_up", and_then)
+    with pytest.raises(ConnectError, match=said):
+        make_sender().connect("peer", peer.endpoint)
+
+
+def test_connections_that_cannot_be_found_are_told(peer: Peer, make_sender: MakeSender) -> None:
+    """A link without the proof that all are there would not be safe."""
+    theirs = tuple(
+        msgspec.structs.replace(engine, data_port=1) for engine in decode("peer", peer.endpoint).engines
+    )
+    with pytest.raises(ConnectError, match=f"0 of {LANES} connections are made"):
+        make_sender().connect("peer", changed(peer.endpoint, engines=theirs))
+
+
+@pytest.mark.parametrize("receivers", [1, 4])
+def test_all_connections_are_made_before_anything_is_written(
+    receivers: int, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """The engine makes one when it needs it first; and of a number that it does not like, it takes four."""
+    rig = Rig("mooncake", {"peer_timeout_s": 2, "connect_timeout_s": 1, "receivers": receivers})
+    peer = Peer(rig, 2 * MIB)
+    try:
+        link = make_sender(make_memory(2 * MIB)).connect("peer", peer.endpoint)
+        made = connections_to(peer.endpoint)
+        assert Counter(port for _, port in made) == {
+            engine.data_port: LANES for engine in decode("peer", peer.endpoint).engines
+        }
+        assert len(made) == LANES * receivers
+        grid = plain_grid(2 * MIB)
+        every_other = np.arange(grid.count, dtype=np.int32)[::2]
+        until_done(link.write([Part(grid, every_other, grid, every_other)]))
+        assert connections_to(peer.endpoint) == made
+    finally:
+        peer.close()
+
+
+def test_a_connection_that_has_failed_is_not_made_again(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Whoever has the peer's port by then would get what was meant for the peer; case C07.
+
+    A stopped peer's kernel takes every new connection, so that one would be seen.
+    """
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    made = connections_to(peer.endpoint)
+    grid = plain_grid(LARGE_BYTES)
+    evens = np.arange(grid.count, dtype=np.int32)[::2]
+    peer.stop()
+    # Many small pieces, and none of them can end: there is always one more to post.
+    transfer = link.write([Part(grid, evens, grid, evens)])
+    # Nobody looks while the connections run into their time-out, one after the other, or all at once.
+    eventually(lambda: not made & connections_to(peer.endpoint), PATIENCE_S, "all connections have failed")
+    assert not connections_to(peer.endpoint)
+    eventually(
+        lambda: bool(connections_to(peer.endpoint)) or transfer.poll() is not Status.MOVING,
+        PATIENCE_S,
+        "the link is over",
+    )
+    assert not connections_to(peer.endpoint)
+    assert isinstance(transfer.error, PeerDisconnectedError)
+    assert transfer.settled
+
+
+def test_a_link_with_few_connections_left_is_over(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """None is made again, so it is the link that has to be made anew."""
+    peer = make_peer(LARGE_BYTES)
+    lie = msgspec.structs.replace(decode("peer", peer.endpoint).regions[0], address=1 << 40)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", changed(peer.endpoint, regions=(lie,)))
+    grid = plain_grid(LARGE_BYTES)
+
+    def fail(pieces: int) -> None:
+        blocks = np.arange(2 * pieces, dtype=np.int32)[::2]
+        transfer = link.write([Part(grid, blocks, grid, blocks)])
+        assert until_terminal(transfer) is Status.FAILED
+        assert isinstance(transfer.error, TransferError)
+        eventually(lambda: (transfer.poll(), transfer.settled)[1], PATIENCE_S, "it has settled")
+
+    fail(CONNECTIONS // 2)
+    fail(1)
+    with pytest.raises(PeerDisconnectedError, match=f"only {CONNECTIONS // 2 - 1} are left; connect anew"):
+        fail(1)
 
 
 def test_nothing_is_posted_to_whoever_has_the_port_next(
@@ -443,21 +533,19 @@ def test_nothing_is_posted_to_whoever_has_the_port_next(
     link = backend.connect("peer", peer.endpoint)
     bare, elsewhere = bare_engine(), decode("peer", peer.endpoint)
     bare.register(ours.region)
-    arguments = (elsewhere.engine, ours.region.address, elsewhere.regions[0].address, BLOCK_BYTES)
+    theirs = elsewhere.engines[0]
+    arguments = (elsewhere.name(theirs), ours.region.address, elsewhere.regions[0].address, BLOCK_BYTES)
     assert end_of(bare, bare.submit(*arguments))
-    port = data_port(peer)
     peer.stop()
     transfers = [link.write([whole(LARGE_BYTES)]) for _ in range(2)]
     peer.kill()
-    with socket.create_server(("127.0.0.1", port)) as next_one:
+    with socket.create_server(("127.0.0.1", theirs.data_port)) as next_one:
         next_one.settimeout(PATIENCE_S)
         # This one fails with the connection that has died; the next one makes a new connection.
         assert not end_of(bare, bare.submit(*arguments))
         number = bare.submit(*arguments)
         with next_one.accept()[0] as caller:
-            # Its head: how many bytes, and where to. The engine cuts a block into pieces; any may be first.
-            where = int.from_bytes(caller.recv(64)[8:16], "little") - elsewhere.regions[0].address
-            assert 0 <= where < BLOCK_BYTES
+            assert elsewhere.regions[0].address.to_bytes(8, "little") in caller.recv(64)
         assert not end_of(bare, number)
         bare.destroy()
 
@@ -482,10 +570,8 @@ def end_of(engine: Engine, number: int) -> bool:
     end: list[bool] = []
 
     def ended() -> bool:
-        done = engine.ended(number)
-        if done is not None:
-            end.append(done)
-        return done is not None
+        end.extend(done for _, done in engine.ended([number]))
+        return bool(end)
 
     eventually(ended, PATIENCE_S, "the write ends")
     return end[0]
@@ -498,7 +584,8 @@ def test_an_engine_that_is_destroyed_is_not_called(make_memory: MakeMemory) -> N
     engine.destroy()
     for call in (
         lambda: engine.submit("127.0.0.1:1", 1, 1, 1),
-        lambda: engine.ended(1),
+        lambda: engine.submit_read("127.0.0.1:1", 1, 1, 1),
+        lambda: engine.ended([1]),
         lambda: engine.probe("127.0.0.1:1"),
         lambda: engine.register(make_memory(MIB).region),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,6 +50,34 @@ def test_questions_are_answered(call: Callable[[], Presence]) -> None:
     eventually(lambda: answered(presence, 3), what="three answers")
     assert other.lost() == ""
     assert other.answers == 0
+
+
+def test_to_confirm_is_to_wait_for_an_answer(call: Callable[[], Presence]) -> None:
+    presence = call()
+    for number in (1, 2):
+        presence.confirm(2.0)
+        assert presence.answers == number
+    # An answer to an earlier question is none to this one.
+    presence.ask()
+    presence.confirm(2.0)
+    assert presence.answers == 4
+
+
+def test_it_is_not_confirmed_that_a_mute_one_is_there() -> None:
+    with (
+        socket.create_server((HOST, 0)) as mute,
+        ThreadPoolExecutor() as threads,
+    ):
+        calling = threads.submit(Presence, HOST, mute.getsockname()[1], bytes(INCARNATION_BYTES), 2.0, 5.0)
+        with mute.accept()[0] as caller:
+            caller.sendall(b"+")
+            presence = calling.result()
+            with pytest.raises(BackendError, match=r"did not answer within 0\.1 s"):
+                presence.confirm(0.1)
+        # It is told at once when it has hung up.
+        with pytest.raises(BackendError, match="connection"):
+            presence.confirm(20.0)
+        presence.close()
 
 
 def test_the_end_of_the_listener_is_noticed(listener: PresenceListener, call: Callable[[], Presence]) -> None:
