@@ -161,8 +161,12 @@ def _die_with_parent() -> None:
 
 def _allow_files() -> None:
     """Let this process open as many files as it may: native engines have many connections for each peer."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:
+        # The host's own limit (fs.nr_open) may be lower by now.
+        _log.warning("no more than %d files can be open: %s", soft, error)
 
 
 def _lane_crashed() -> None:

@@ -108,7 +108,7 @@ def run(arguments: Arguments) -> Metrics:
         SimulationError: a process failed.
 
     """
-    effort = Effort(QUICK_CASES, 1.0, 0.4, 1, 20) if arguments.quick else Effort(CASES, 24.0, 2.0, 3, 301)
+    effort = Effort(QUICK_CASES, 1.0, 0.4, 1, 20) if arguments.quick else Effort(CASES, 24.0, 1.0, 11, 301)
     metrics: Metrics = {}
     for engine in ENGINES:
         try:
