@@ -17,8 +17,9 @@ Incarnations
     endpoint. Each process that receives has a random incarnation, which is in its endpoint. ``connect``
     makes all connections that the link will ever have, without a write, and then fails unless that very
     process says that it is there. A link posts only what finds one of these connections idle, so its
-    engine never connects again. And it looks before each post and in each poll whether the process is
-    still there, and is fenced when it is not.
+    engine never connects again. And it looks, before it posts and while it is polled, whether the process
+    is still there, and is fenced when it is not. (All this is for TCP. With RDMA connections are Mooncake's
+    own affair.)
 
 Nobody is authenticated: whoever reaches an engine's ports, which are open on all interfaces, can
 write into memory that is registered with it. Keep these ports within a network that you trust.
@@ -31,8 +32,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
-import mmap
-import resource
 import socket
 import threading
 from contextlib import ExitStack
@@ -40,7 +39,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
 
 from backends.base import Backend, BackendError, Capabilities, ConnectError, Region, fence_all
@@ -49,7 +47,7 @@ from backends.mooncake_endpoint import MAX_ENGINES, Endpoint, RemoteEngine, Remo
 from backends.mooncake_engine import LANES, Engine, EngineSettings, find_engine, load_engine
 from backends.mooncake_link import MAX_OUTSTANDING, MooncakeLink
 from backends.mooncake_presence import Presence, PresenceListener
-from backends.mooncake_warmup import SCRAP_BYTES, warm_up
+from backends.mooncake_warmup import Scrap, WarmUp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,12 +69,12 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
         host: the IPv4 address of this host under which peers reach it.
         protocol: ``"tcp"``, or ``"rdma"``, which is not tested.
         device: RDMA devices, for example ``"mlx5_0"``, separated by commas; empty: all.
-        receivers: engines that the receiving side has; of more, its 16 connections from each sender are
-            enough for smaller pieces. A sender takes that many times 16 open files on either side, and one.
+        receivers: engines that the receiving side has. A sender has 16 connections to each, on which small
+            pieces travel side by side, and so takes 16 times as many open files, and one more.
         peer_timeout_s: after how long a peer that takes no bytes, or whose host is silent, counts as
             lost; rounded up to whole seconds.
-        connect_timeout_s: how long each of the three steps of ``connect`` waits for an answer: whether that
-            incarnation is there, its engines, and whether it is still there.
+        connect_timeout_s: how long each of the three steps of ``connect`` may take: to hear that the
+            incarnation is there, to make all connections to its engines, to hear that it is still there.
 
     """
 
@@ -85,15 +83,18 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_,.-]*\Z")] = ""
     receivers: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 4
     peer_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 15.0
-    connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 60.0
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 20.0
 
     def __post_init__(self) -> None:
         """Refuse what the engine would take and fail with later."""
         try:
-            ipaddress.IPv4Address(self.host)
+            address = ipaddress.IPv4Address(self.host)
         except ValueError as error:
             message = f"host: {error}"
             raise ValueError(message) from error
+        if address.is_unspecified or address.is_multicast:
+            message = f"host: {address} is not the address of one host"
+            raise ValueError(message)
         if self.device and self.protocol == "tcp":
             message = "device is for protocol 'rdma'"
             raise ValueError(message)
@@ -136,9 +137,7 @@ class MooncakeBackend(Backend):
         self._regions: list[Region] = []
         self._receivers: list[Engine] = []
         self._listener: PresenceListener | None = None
-        self._scrap_memory = mmap.mmap(-1, mmap.PAGESIZE)
-        address = np.frombuffer(self._scrap_memory, np.uint8).ctypes.data
-        self._scrap = Region(address, SCRAP_BYTES)
+        self._scrap = Scrap()
         self._links: list[MooncakeLink] = []
         # ``connect`` runs in any thread.
         self._links_lock = threading.Lock()
@@ -183,7 +182,7 @@ class MooncakeBackend(Backend):
                 listener.port,
                 listener.incarnation,
                 regions,
-                self._scrap.address,
+                self._scrap.region.address,
             )
         )
 
@@ -213,7 +212,10 @@ class MooncakeBackend(Backend):
         try:
             fence_all(links)
         finally:
-            # In this order: whoever sees that we are gone must not find an engine that writes.
+            # In this order: whoever hears that we are here finds our engines, and whoever sees that we are
+            # gone does not find one that writes.
+            if self._listener is not None:
+                self._listener.mute()
             for engine in self._receivers:
                 engine.destroy()
             self._receivers.clear()
@@ -243,9 +245,9 @@ class MooncakeBackend(Backend):
             undo.callback(presence.close)
             engine = self._new_engine()
             undo.callback(_abandon, engine)
-            for region in (*self._regions, self._scrap):
+            for region in (*self._regions, self._scrap.region):
                 engine.register(region)
-            warm_up(engine, remote, self._scrap.address, timeout_s)
+            WarmUp(engine, remote, self._scrap).wait(timeout_s)
             # So the connections lead to that incarnation: it is there after they were made.
             presence.confirm(timeout_s)
             undo.pop_all()
@@ -275,14 +277,12 @@ class MooncakeBackend(Backend):
         """The engines into whose memory others write, and what says that we are there."""
         while len(self._receivers) < self._settings.receivers:
             engine = self._new_engine()
-            for region in (*self._regions, self._scrap):
+            for region in (*self._regions, self._scrap.region):
                 engine.register(region)
             self._receivers.append(engine)
         if self._listener is None:
-            self._listener = PresenceListener(self._settings.host)
-            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            senders = files // (self._settings.receivers * LANES + 1)
-            logger.info("this process may open %d files, which is enough for %d senders", files, senders)
+            files = self._settings.receivers * LANES + 1
+            self._listener = PresenceListener(self._settings.host, files)
         return self._receivers, self._listener
 
 

@@ -8,15 +8,16 @@ What it does when called wrongly, or in another way than here (all of it was tri
     - Asking after an id once more after its end reads freed memory. ``Engine.ended`` must not be.
     - A piece that finds no connection free waits for one. When the peer dies meanwhile, the engine connects
       again for it, to whatever process listens there by then. So a link gives it one piece for each
-      connection that it has.
+      connection that it has. It then takes one that is free, without a look whether that is still good. All
+      of this is on one thread, where a connection is free again before the next piece is looked at.
     - Some of its calls hold the interpreter during a remote call, some for a minute. None is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backends import mooncake_sockets as sockets
 from backends.base import BackendError, BackendUnavailableError, InvalidTransferError
+from backends.mooncake_sockets import EngineSockets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -42,13 +44,16 @@ LANES: Final = 16
 _MODULE: Final = "mooncake.engine"
 #: Two variants of one package.
 _DISTRIBUTIONS: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-#: Older ones report a write as done when it has only left for the peer.
-_OLDEST: Final = (0, 3, 13)
+#: What was tested, and whose source was read. Older ones report a write as done when it has only left for the
+#: peer. Newer ones look, before a write, whether a free connection is still good, and if not make another,
+#: to whatever process has the port by then. And they have several threads for their connections.
+_TESTED: Final = ("0.3.13.post1",)
 _LIBRARIES: Final = "libibverbs1 libnuma1 libcurl4"
 #: Variables that change what this module relies on.
 _FORBIDDEN: Final = {
     "MC_TCP_PROTO": "a write would be called done before it is in place",
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "a link could follow a peer to its next incarnation",
+    "MC_DISABLE_METACACHE": "each write would ask again where the peer is, and could find another process",
     "MC_LOG_DIR": "the engine aborts the process",
 }
 #: How long the engine's thread for handshakes sleeps, and so the most that ``destroy`` takes.
@@ -89,7 +94,7 @@ def load_engine(environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - the na
     Raises:
         BackendError: another engine of this process was set up differently, or the environment has
             a variable with which no transfer would be safe.
-        BackendUnavailableError: the module cannot be loaded, or is too old.
+        BackendUnavailableError: the module cannot be loaded, or is of another version.
 
     """
     _set_environment(environment)
@@ -109,16 +114,15 @@ def load_engine(environment: Mapping[str, str]) -> Any:  # noqa: ANN401 - the na
 
 
 def _check_version() -> None:
-    """Refuse an engine that is older than what this module was written for."""
+    """Refuse an engine of another version than this module was written for."""
+    found = ""
     for name in _DISTRIBUTIONS:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _OLDEST:
-            wanted = ".".join(str(number) for number in _OLDEST)
-            message = f"{name} {version} is too old to be safe; install {wanted} or later"
-            raise BackendUnavailableError(message)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = f"{name} {metadata.version(name)}"
+    if found.partition(" ")[2] not in _TESTED:
+        wanted = " or ".join(_TESTED)
+        message = f"{found or 'an engine of unknown version'} was not shown to be safe; install {wanted}"
+        raise BackendUnavailableError(message)
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:
@@ -135,6 +139,8 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
         return
     os.environ.update(wanted)
     os.environ["MC_TCP_LANES_PER_PEER"] = str(LANES)
+    # Otherwise there would be a new connection for each piece.
+    os.environ["MC_TCP_ENABLE_CONNECTION_POOL"] = "1"
     # What it logs goes to stderr; on other levels that is much.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     _environment = dict(wanted)
@@ -164,7 +170,6 @@ class Engine:
     Attributes:
         name: how other engines call it; an address.
         port: the port of that.
-        data_port: where others' connections end; 0 with RDMA.
 
     """
 
@@ -176,16 +181,15 @@ class Engine:
 
         """
         with _setting_up:
-            before = sockets.wildcard_ports()
+            before = sockets.all_sockets()
             self._native: Any = _set_up(settings)
-            ports = sockets.wildcard_ports() - before
-        self.port = int(self._native.get_rpc_port())
+            self.port = int(self._native.get_rpc_port())
+            self._sockets = EngineSockets(before, self.port) if settings.protocol == "tcp" else None
         self.name = f"{settings.host}:{self.port}"
-        self.data_port = _data_port(ports - {self.port}, settings)
-        # ``destroy`` waits for the thread that listens there while it holds the interpreter: measured, up
-        # to 1.0 s, in which all other links stand still; with this, up to ``_ACCEPT_S``.
-        if not sockets.set_accept_timeout(self.port, _ACCEPT_S):
-            logger.warning("port %d of an engine was not found; it takes a second to be fenced", self.port)
+        if self._sockets is not None:
+            # ``destroy`` waits for the thread that waits for handshakes while it holds the interpreter:
+            # measured, up to 1.0 s, in which all other links stand still; with this, up to ``_ACCEPT_S``.
+            self._sockets.set_accept_timeout(_ACCEPT_S)
         # A call to itself ends the first sleep, which was begun before that; it also shows that
         # the address is one of ours.
         self.probe(self.name)
@@ -256,9 +260,23 @@ class Engine:
             raise BackendError(message)
         return number
 
+    @property
+    def data_port(self) -> int:
+        """Where others' connections end; 0 with RDMA."""
+        return self._sockets.data_port if self._sockets is not None else 0
+
     def connections(self, host: str, data_port: int) -> int:
-        """How many connections it has to the engine that takes data there."""
-        return sockets.connections(self.data_port, host, data_port)
+        """Count its connections to the engine that takes data there, and have them kept alive.
+
+        Raises:
+            BackendError: no file can be opened to look.
+
+        """
+        self._living()
+        made = self._sockets.connections(host, data_port) if self._sockets is not None else []
+        for connection in made:
+            sockets.keep_alive(connection)
+        return len(made)
 
     def ended(self, numbers: Iterable[int]) -> list[tuple[int, bool]]:
         """Which of some ids have ended, and whether that is done: told once, and never to be asked again.
@@ -330,13 +348,3 @@ def _set_up(settings: EngineSettings) -> Any:  # noqa: ANN401 - the native modul
         message = f"{what} (error {code})"
         raise BackendError(message)
     return native
-
-
-def _data_port(new: set[int], settings: EngineSettings) -> int:
-    """Which of the ports that were opened just now is for data."""
-    if settings.protocol != "tcp":
-        return 0
-    if len(new) != 1:
-        message = f"it is not clear which port the engine takes data on; {len(new)} others were opened, too"
-        raise BackendError(message)
-    return new.pop()

@@ -59,6 +59,7 @@ _ANSWER_S: Final = 1.0
 #: or more: asking takes cores from its connections. In turns with the bare engine, over loopback, long runs
 #: gained a tenth by it. With short runs posting is what takes the time, and any rest costs.
 _REST_S: Final = 0.001
+_NONE_LEFT: Final = "none of its connections is left"
 #: While nothing ends, the peer's presence is looked at this often.
 _LOOK_S: Final = 0.005
 
@@ -134,6 +135,7 @@ class MooncakeLink(Link):
         self._engine = engine
         # Connections without a piece: to which of the peer's engines they lead. These take turns.
         self._idle = deque([remote.name(theirs) for theirs in remote.engines] * LANES)
+        # With fewer left it would be slow, and is over as soon as nothing moves.
         self._fewest = len(self._idle) // 2
         self._presence = presence
         self._local = list(local)
@@ -273,6 +275,12 @@ class MooncakeLink(Link):
             if not transfer.waiting and not transfer.in_engine and not in_doubt:
                 self._moving.remove(transfer)
                 transfer.end(None)
+        if not self._moving and self._left() < self._fewest:
+            self._lose(f"only {self._left()} of its connections are left")
+
+    def _left(self) -> int:
+        """How many connections have not failed."""
+        return len(self._idle) + len(self._pieces)
 
     def _break(self, transfer: MooncakeTransfer) -> None:
         """A piece of it has failed: post no more of it, and ask the peer whether it is there."""
@@ -293,9 +301,9 @@ class MooncakeLink(Link):
                         f"a write to {self.peer} failed, though it is there; the engine's log is on stderr"
                     )
                     transfer.fail(TransferError(message))
-            left = len(self._idle) + len(self._pieces)
-            if left < self._fewest:
-                self._lose(f"of its connections only {left} are left")
+            logger.warning("%d of the connections to %s are left", self._left(), self.peer)
+            if self._left() == 0:
+                self._lose(_NONE_LEFT)
         elif time.monotonic() - self._asked_s > _ANSWER_S:
             self._lose("a write failed, and it does not answer any more")
 
@@ -307,9 +315,9 @@ class MooncakeLink(Link):
             self._lose(lost)
 
     def _lose(self, why: str) -> None:
-        """Fence, because the peer is lost; nobody asked for it, so nobody is told when it fails."""
+        """Fence, because the link is of no use; nobody asked for it, so nobody is told when it fails."""
         try:
-            self._fence(PeerDisconnectedError(f"{self.peer} is gone: {why}"))
+            self._fence(PeerDisconnectedError(f"the link to {self.peer} is over: {why}"))
         except BackendError:
             # Its transfers stay unsettled, and the owner's own fence will say it again.
             logger.exception("the link to %s is dead and cannot be fenced", self.peer)

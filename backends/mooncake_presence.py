@@ -9,18 +9,24 @@ bytes, and no later process can hold its other end: while it stands the peer is 
 and its kernel says when it is not. Kernel probes show the loss of a whole host, or of the way to it.
 
 The conversation: the link says 16 bytes; the other side says ``+`` when that is its incarnation, else
-it hangs up. Every byte that follows is answered by another ``+``.
+it hangs up; before it does that it says ``-`` when its process cannot open the files for another sender.
+Every byte that follows is answered by another ``+``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import resource
 import secrets
+import select
 import selectors
 import socket
 import threading
 import time
+from collections import defaultdict
+from contextlib import ExitStack
 from typing import Final
 
 from backends.base import BackendError
@@ -30,6 +36,19 @@ logger = logging.getLogger(__name__)
 #: Length of an incarnation.
 INCARNATION_BYTES: Final = 16
 _YES: Final = b"+"
+_NO_ROOM: Final = b"-"
+#: What an answer to the greeting means; the empty one is that it hangs up.
+_PROBLEMS: Final = defaultdict(
+    lambda: "is no presence of mooncake",
+    {
+        _YES: "",
+        _NO_ROOM: "lets nobody in any more: it may not open more files, see its log",
+        b"": "is another incarnation; its endpoint is outdated",
+    },
+)
+_MUTE: Final = b"m"
+#: What the process may open besides, while a caller makes its connections.
+_SPARE_FILES: Final = 32
 _ASK: Final = b"?"
 #: Links that one receiving side answers at a time.
 _MAX_CALLERS: Final = 4096
@@ -59,7 +78,7 @@ class Presence:
             host: where it is.
             port: its port for this.
             incarnation: the one that is wanted.
-            timeout_s: how long connecting, and then the answer, may take.
+            timeout_s: how long it may take until the answer is there.
             lost_after_s: a host that acknowledges nothing for this long counts as lost.
 
         Raises:
@@ -70,6 +89,7 @@ class Presence:
         self.answers = 0
         self._asked = 0
         self._lost = ""
+        end_s = time.monotonic() + timeout_s
         try:
             self._socket = socket.create_connection((host, port), timeout_s)
         except OSError as error:
@@ -78,9 +98,8 @@ class Presence:
         try:
             self._tune(lost_after_s)
             self._socket.sendall(incarnation)
-            problem = (
-                "" if self._socket.recv(1) == _YES else "is another incarnation; its endpoint is outdated"
-            )
+            self._socket.settimeout(max(0.001, end_s - time.monotonic()))
+            problem = _PROBLEMS[self._socket.recv(1)]
             self._socket.settimeout(0)
         except TimeoutError:
             problem = f"did not answer within {timeout_s:g} s"
@@ -115,12 +134,13 @@ class Presence:
 
         """
         wanted, end_s = self.ask(), time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            while not self.lost() and self.answers < wanted:
-                if not selector.select(max(0.0, end_s - time.monotonic())):
-                    message = f"it did not answer within {timeout_s:g} s"
-                    raise BackendError(message)
+        # It needs no descriptor of its own, of which there may be none left.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while not self.lost() and self.answers < wanted:
+            if not poll.poll(1000 * max(0.0, end_s - time.monotonic())):
+                message = f"it did not answer within {timeout_s:g} s"
+                raise BackendError(message)
         if self._lost:
             raise BackendError(self._lost)
 
@@ -167,28 +187,41 @@ class PresenceListener:
 
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, files: int) -> None:
         """Listen on an address of this host.
+
+        Args:
+            host: the address.
+            files: how many more each caller will have this process open.
 
         Raises:
             BackendError: that cannot be done.
 
         """
         self.incarnation = secrets.token_bytes(INCARNATION_BYTES)
+        self._files = files
         self._callers: set[_Caller] = set()
+        self._muted = threading.Event()
         try:
-            self._listener = socket.create_server((host, 0), backlog=128)
+            with ExitStack() as undo:
+                self._listener = undo.enter_context(socket.create_server((host, 0), backlog=128))
+                self._selector = undo.enter_context(selectors.DefaultSelector())
+                self._bell, self._closing = socket.socketpair()
+                undo.pop_all()
         except OSError as error:
             message = f"cannot listen on {host}: {error}"
             raise BackendError(message) from error
         self._listener.settimeout(0)
         self.port = int(self._listener.getsockname()[1])
-        self._bell, self._closing = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._closing, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="mooncake presence", daemon=True)
         self._thread.start()
+
+    def mute(self) -> None:
+        """Say no more that we are here; on return nobody hears it any more."""
+        self._bell.send(_MUTE)
+        self._muted.wait(_JOIN_S)
 
     def close(self) -> None:
         """Hang up on everyone: all links to us end."""
@@ -200,9 +233,14 @@ class PresenceListener:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._closing:
-                    self._hang_up()
-                    return
-                if key.fileobj is self._listener:
+                    if not self._closing.recv(1):
+                        self._hang_up()
+                        return
+                    self._muted.set()
+                elif self._muted.is_set():
+                    # Whoever calls or asks now waits until we hang up.
+                    self._selector.unregister(key.fileobj)
+                elif key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._serve(key.data)
@@ -249,7 +287,14 @@ class PresenceListener:
             missing = INCARNATION_BYTES - len(caller.greeting)
             caller.greeting += said[:missing]
             answers = len(said) - missing + (missing > 0)
+            greets = missing > 0 and caller.greeted()
             if not said or (caller.greeted() and caller.greeting != self.incarnation):
+                self._drop(caller)
+            elif greets and not self._has_room():
+                logger.warning(
+                    "a sender is refused: it needs %d open files more; see ulimit -n, ulimit -Hn", self._files
+                )
+                caller.socket.send(_NO_ROOM)
                 self._drop(caller)
             elif answers > 0:
                 # It raises when there is no room: a caller that never reads is dropped.
@@ -259,5 +304,18 @@ class PresenceListener:
 
     def _drop(self, caller: _Caller) -> None:
         self._callers.discard(caller)
-        self._selector.unregister(caller.socket)
+        with contextlib.suppress(KeyError):
+            # Muted, it is not there any more.
+            self._selector.unregister(caller.socket)
         caller.socket.close()
+
+    def _has_room(self) -> bool:
+        """Whether one more caller's files can be opened, and those of the callers before it."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            now = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - much faster; there may be thousands
+        except OSError:
+            # There is not even one left to look.
+            return False
+        greeted = sum(caller.greeted() for caller in self._callers)
+        return max(now + self._files, (greeted + 1) * self._files) + _SPARE_FILES <= most

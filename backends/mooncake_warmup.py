@@ -2,88 +2,107 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from backends.base import BackendError
+import numpy as np
+
+from backends.base import BackendError, Region
 from backends.mooncake_engine import LANES
 
 if TYPE_CHECKING:
-    from backends.mooncake_endpoint import Endpoint
+    from backends.mooncake_endpoint import Endpoint, RemoteEngine
     from backends.mooncake_engine import Engine
 
-#: Length of the scrap of memory that every backend keeps for this.
-SCRAP_BYTES: Final = 8
+_SCRAP_BYTES: Final = 8
 _POLL_S: Final = 0.0002
-#: A thread that is not stuck notices within this that its time is over, and says how far it came.
-_NOTICE_S: Final = 0.2
 #: An engine makes a connection when it has more to do than connections, one after the other.
 _READS: Final = 4 * LANES
 
 
-def warm_up(engine: Engine, remote: Endpoint, scrap: int, timeout_s: float) -> None:
-    """Make all connections of ``engine`` to the peer's engines: call each, and read its scrap.
+class Scrap:
+    """A few bytes for others to read, and for what is read from them; every backend keeps one.
+
+    Attributes:
+        region: where they are.
+
+    """
+
+    def __init__(self) -> None:
+        """Allocate them."""
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.region = Region(np.frombuffer(self._memory, np.uint8).ctypes.data, _SCRAP_BYTES)
+
+
+class WarmUp:
+    """Makes all connections of an engine to a peer's engines: calls each, and reads the peer's scrap.
 
     From then on the engine connects no more, as long as it has no more to do at a time than it has
     connections. Reading harms nobody, whoever it is that listens there.
 
-    In a thread, for either call takes a minute when the peer stops at that very moment. When this
-    raises because of the time, the thread holds the engine as long as that lasts.
-
-    Args:
-        engine: ours, with ``scrap`` registered; not to be used by others meanwhile.
-        remote: the peer's endpoint.
-        scrap: address of ``SCRAP_BYTES`` of ours.
-        timeout_s: how long it may take.
-
-    Raises:
-        BackendError: the engine there does not answer, or not in time.
-
+    In a thread, for either call takes a minute when the peer stops at that very moment. The thread holds
+    the engine, and our scrap, as long as that lasts.
     """
-    problems: list[str] = []
-    end_s = time.monotonic() + timeout_s
 
-    def meet() -> None:
+    def __init__(self, engine: Engine, remote: Endpoint, scrap: Scrap) -> None:
+        """Begin; ``engine`` is not to be used by others meanwhile, and has ``scrap`` registered."""
+        self._engine = engine
+        self._remote = remote
+        self._scrap = scrap
+        self._wanted = LANES * len(remote.engines) if remote.protocol == "tcp" else 0
+        self._made = 0
+        self._problem = ""
+        self._over = threading.Event()
+        # Whether nobody waits any more.
+        self._left = False
+        threading.Thread(target=self._run, name=f"mooncake meets {remote.agent}", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all connections are made.
+
+        Raises:
+            BackendError: the peer's engines do not answer, or not in time.
+
+        """
+        in_time = self._over.wait(timeout_s)
+        self._left = True
+        problem = self._problem if in_time else f"its engines did not answer within {timeout_s:g} s"
+        if problem:
+            message = f"{problem} ({self._made} of {self._wanted} connections are made)"
+            raise BackendError(message)
+
+    def _run(self) -> None:
         try:
-            problems.append(_meet(engine, remote, scrap, end_s))
+            for theirs in self._remote.engines:
+                if not self._left:
+                    self._meet(theirs)
         except BackendError as error:
-            problems.append(str(error))
+            self._problem = str(error)
+        self._over.set()
 
-    thread = threading.Thread(target=meet, name=f"mooncake meets {remote.agent}", daemon=True)
-    thread.start()
-    thread.join(timeout_s + _NOTICE_S)
-    problem = problems[0] if problems else f"its engine did not answer within {timeout_s:g} s"
-    if problem:
-        raise BackendError(problem)
+    def _meet(self, theirs: RemoteEngine) -> None:
+        """Call one of the peer's engines, and make the connections to it."""
+        name = self._remote.name(theirs)
+        self._engine.probe(name)
+        before = self._made
+        while not self._left:
+            self._read(name)
+            self._made = before + self._engine.connections(self._remote.host, theirs.data_port)
+            if self._made - before >= LANES or not self._wanted:
+                return
 
-
-def _meet(engine: Engine, remote: Endpoint, scrap: int, end_s: float) -> str:
-    """Do what ``warm_up`` says, until ``end_s``; what went wrong, or nothing."""
-    for theirs in remote.engines:
-        name = remote.name(theirs)
-        engine.probe(name)
-        if time.monotonic() > end_s:
-            return "its engine answered too late"
-        wanted = LANES if remote.protocol == "tcp" else 0
-        has = -1
-        while has < wanted:
-            problem = _read(engine, name, remote.scrap, scrap, end_s)
-            has = engine.connections(remote.host, theirs.data_port)
-            if problem:
-                return f"{problem}; {has} of {wanted} connections are made"
-    return ""
-
-
-def _read(engine: Engine, name: str, theirs: int, ours: int, end_s: float) -> str:
-    """Read more at a time than there are connections, so that the engine makes those that it lacks."""
-    moving = {engine.submit_read(name, ours, theirs, SCRAP_BYTES) for _ in range(_READS)}
-    failed = False
-    while moving:
-        for number, done in engine.ended(moving):
-            moving.remove(number)
-            failed = failed or not done
-        if time.monotonic() > end_s:
-            return "its engine did not answer in time"
-        time.sleep(_POLL_S)
-    return "its engine cannot be read; the messages of ours are on stderr" if failed else ""
+    def _read(self, name: str) -> None:
+        """Read more at a time than there are connections, so that the engine makes those that it lacks."""
+        ours, theirs = self._scrap.region.address, self._remote.scrap
+        moving = {self._engine.submit_read(name, ours, theirs, _SCRAP_BYTES) for _ in range(_READS)}
+        failed = False
+        while moving and not self._left:
+            for number, done in self._engine.ended(moving):
+                moving.remove(number)
+                failed = failed or not done
+            time.sleep(_POLL_S)
+        if failed:
+            message = "its engine cannot be read, as the messages of ours say; may it open enough files?"
+            raise BackendError(message)

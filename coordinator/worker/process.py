@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import resource
 import secrets
 import select
 import signal
@@ -54,7 +53,6 @@ def main() -> NoReturn:
     os.dup2(_STDERR, _STDOUT)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     _die_with_parent()
-    _allow_files()
     # A terminal's Ctrl-C goes to the whole process group; the coordinator then stops us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -157,16 +155,6 @@ def _die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         _log.warning("PR_SET_PDEATHSIG: %s; only the end of stdin tells", os.strerror(ctypes.get_errno()))
-
-
-def _allow_files() -> None:
-    """Let this process open as many files as it may: native engines have many connections for each peer."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    except (OSError, ValueError) as error:
-        # The host's own limit (fs.nr_open) may be lower by now.
-        _log.warning("no more than %d files can be open: %s", soft, error)
 
 
 def _lane_crashed() -> None:

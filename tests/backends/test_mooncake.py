@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,8 @@ pytest.importorskip("backends.mooncake", reason="the mooncake wheel is not insta
 from backends.mooncake import MooncakeBackend
 from backends.mooncake_endpoint import decode
 from backends.mooncake_engine import LANES, Engine, EngineSettings, load_engine
-from backends.mooncake_link import DEPTH_BYTES
-from backends.mooncake_warmup import warm_up
+from backends.mooncake_link import DEPTH_BYTES, MooncakeLink
+from backends.mooncake_warmup import WarmUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -91,6 +92,10 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ({"host": "localhost"}, "host"),
         ({"host": "::1"}, "host"),
         ({"host": "127.0.0.1:15000"}, "host"),
+        ({"host": "0.0.0.0"}, "host"),  # noqa: S104 - refused
+        ({"host": "224.0.0.1"}, "host"),
+        ({"receivers": 0}, "receivers"),
+        ({"receivers": 17}, "receivers"),
         ({"protocol": "udp"}, "protocol"),
         ({"protocol": "etcd"}, "protocol"),
         ({"protocol": "rdma", "device": "mlx5_0; rm"}, "device"),
@@ -120,7 +125,10 @@ def test_rdma_without_a_device_is_refused_at_start() -> None:
         MooncakeBackend("us", {"protocol": "rdma"}).start(sends=True)
 
 
-@pytest.mark.parametrize("name", ["MC_TCP_PROTO", "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "MC_LOG_DIR"])
+@pytest.mark.parametrize(
+    "name",
+    ["MC_TCP_PROTO", "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "MC_DISABLE_METACACHE", "MC_LOG_DIR"],
+)
 def test_variables_that_take_safety_away_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(BackendError, match=f"{name} must not be set: "):
@@ -187,11 +195,12 @@ def test_both_engines_in_one_process(first: str) -> None:
         assert (found.returncode, found.stdout) == (0, ""), found.stderr
 
 
-def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would say that a write is done before it is in place."""
+@pytest.mark.parametrize("version", ["0.3.9.post2", "0.3.13", "0.3.14"])
+def test_an_engine_of_another_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones say that a write is done before it is in place; new ones connect again before a write."""
     monkeypatch.delitem(sys.modules, "mooncake.engine", raising=False)
-    monkeypatch.setattr("backends.mooncake_engine.metadata.version", lambda _: "0.3.9.post2")
-    with pytest.raises(BackendError, match=r"0\.3\.9\.post2 is too old"):
+    monkeypatch.setattr("backends.mooncake_engine.metadata.version", lambda _: version)
+    with pytest.raises(BackendError, match=f"{version} was not shown to be safe; install 0.3.13.post1"):
         MooncakeBackend("us", {}).start(sends=True)
 
 
@@ -431,11 +440,13 @@ def test_a_peer_that_is_gone_when_all_is_made_is_not_connected(
     """It could have been another process already to which the last connections were made; case C07."""
     peer = make_peer(MIB)
 
-    def and_then(*arguments: Any) -> None:  # noqa: ANN401 - they are passed on
-        warm_up(*arguments)
+    wait = WarmUp.wait
+
+    def and_then(warm_up: WarmUp, timeout_s: float) -> None:
+        wait(warm_up, timeout_s)
         peer.stop() if when == "stopped" else peer.kill()
 
-    monkeypatch.setattr("backends.mooncake.warm_up", and_then)
+    monkeypatch.setattr(WarmUp, "wait", and_then)
     with pytest.raises(ConnectError, match=said):
         make_sender().connect("peer", peer.endpoint)
 
@@ -445,7 +456,7 @@ def test_connections_that_cannot_be_found_are_told(peer: Peer, make_sender: Make
     theirs = tuple(
         msgspec.structs.replace(engine, data_port=1) for engine in decode("peer", peer.endpoint).engines
     )
-    with pytest.raises(ConnectError, match=f"0 of {LANES} connections are made"):
+    with pytest.raises(ConnectError, match=f"within 1 s .0 of {CONNECTIONS} connections are made"):
         make_sender().connect("peer", changed(peer.endpoint, engines=theirs))
 
 
@@ -517,8 +528,62 @@ def test_a_link_with_few_connections_left_is_over(
 
     fail(CONNECTIONS // 2)
     fail(1)
-    with pytest.raises(PeerDisconnectedError, match=f"only {CONNECTIONS // 2 - 1} are left; connect anew"):
+    with pytest.raises(
+        PeerDisconnectedError, match=f"only {CONNECTIONS // 2 - 1} of its connections are left; connect anew"
+    ):
         fail(1)
+
+
+def test_a_refused_write_leaves_its_neighbours_alone(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """It costs three quarters of the connections here; what moves ends on those that are left; case C11."""
+    peer, ours = make_peer(LARGE_BYTES, MIB), make_memory(LARGE_BYTES, seed=1)
+    large, small = decode("peer", peer.endpoint).regions
+    lie = msgspec.structs.replace(small, size_bytes=LARGE_BYTES, address=1 << 40)
+    link = make_sender(ours).connect("peer", changed(peer.endpoint, regions=(large, lie)))
+    grid = plain_grid(LARGE_BYTES)
+    evens = np.arange(grid.count, dtype=np.int32)[::2]
+    few = evens[: CONNECTIONS - CONNECTIONS // 4]
+    peer.stop()
+    # All of these are with the engine, and then what is left of its connections has one of those.
+    bad = link.write([Part(grid, few, plain_grid(LARGE_BYTES, region=1), few)])
+    good = link.write([Part(grid, evens, grid, evens)])
+    peer.go_on()
+    assert until_terminal(bad) is Status.FAILED
+    assert isinstance(bad.error, TransferError)
+    until_done(good)
+    assert np.array_equal(
+        peer.memory[0].bytes.reshape(-1, BLOCK_BYTES)[::2], ours.bytes.reshape(-1, BLOCK_BYTES)[::2]
+    )
+
+
+def test_a_write_just_after_a_look_goes_to_nobody_else(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer dies, and others have all of its ports, between the look and the write; case C07.
+
+    Here it rests on the engine alone: it takes connections that are free, and looks at none of them.
+    """
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    grid = plain_grid(LARGE_BYTES)
+    evens = np.arange(grid.count, dtype=np.int32)[::2]
+    until_done(link.write([Part(grid, evens, grid, evens)]))
+    monkeypatch.setattr(MooncakeLink, "_look", lambda _: None)
+    peer.kill()
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(socket.create_server(("127.0.0.1", engine.data_port)))
+            for engine in decode("peer", peer.endpoint).engines
+        ]
+        transfer = link.write([Part(grid, evens, grid, evens)])
+        assert until_terminal(transfer) is Status.FAILED
+        assert isinstance(transfer.error, PeerDisconnectedError)
+        for other in others:
+            other.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                other.accept()
 
 
 def test_nothing_is_posted_to_whoever_has_the_port_next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -10,17 +11,20 @@ import pytest
 
 from backends.base import BackendError
 from backends.mooncake_presence import INCARNATION_BYTES, Presence, PresenceListener
+from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HOST = "127.0.0.1"
+#: What each caller has the listener's process open.
+FILES = 17
 
 
 @pytest.fixture
 def listener() -> Iterator[PresenceListener]:
-    listener = PresenceListener(HOST)
+    listener = PresenceListener(HOST, FILES)
     yield listener
     listener.close()
 
@@ -90,6 +94,38 @@ def test_the_end_of_the_listener_is_noticed(listener: PresenceListener, call: Ca
     assert presence.lost()
 
 
+def test_a_muted_one_does_not_say_that_it_is_there(
+    listener: PresenceListener, call: Callable[[], Presence]
+) -> None:
+    """Its engines go meanwhile. It has not hung up: that it does last."""
+    presence = call()
+    listener.mute()
+    with pytest.raises(BackendError, match=r"did not answer within 0\.2 s"):
+        presence.confirm(0.2)
+    with pytest.raises(BackendError, match=r"did not answer within 0\.2 s"):
+        Presence(HOST, listener.port, listener.incarnation, 0.2, 5.0)
+    assert presence.lost() == ""
+    listener.close()
+    eventually(presence.lost, what="it has hung up")
+
+
+def test_who_would_open_too_many_files_is_refused(
+    call: Callable[[], Presence], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that can accept no more fills the disk with messages, and burns a core."""
+    presence = call()
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + FILES, most))
+    try:
+        with pytest.raises(BackendError, match="it may not open more files"):
+            call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    assert "it needs 17 open files more" in caplog.text
+    presence.confirm(2.0)
+    call()
+
+
 def test_another_incarnation_is_refused(listener: PresenceListener) -> None:
     for wrong in (
         bytes(INCARNATION_BYTES),
@@ -97,7 +133,7 @@ def test_another_incarnation_is_refused(listener: PresenceListener) -> None:
     ):
         with pytest.raises(BackendError, match="is another incarnation"):
             Presence(HOST, listener.port, wrong, 2.0, 5.0)
-    another = PresenceListener(HOST)
+    another = PresenceListener(HOST, FILES)
     another.close()
     assert another.incarnation != listener.incarnation
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import signal
 import subprocess
@@ -199,18 +198,6 @@ def test_a_worker_introduces_itself_moves_pages_and_stops(
     assert worker.wait_for(Fenced) == Fenced(receiver.peer, "")
     worker.send(Stop())
     assert worker.exit_code() == ExitCode.STOPPED
-
-
-def test_a_worker_may_open_as_many_files_as_the_host_lets_it(start: Start) -> None:
-    """A native engine has many connections for each peer."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, most // 2), most))
-    try:
-        worker = start()
-        worker.hello()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
-    assert resource.prlimit(worker.process.pid, resource.RLIMIT_NOFILE) == (most, most)
 
 
 def test_an_idle_worker_gives_signs_of_life(start: Start) -> None:
