@@ -14,7 +14,8 @@ a handoff that is alone adds to its bare transfer time, from ``send`` to the out
 which ``overhead_us_p50_low`` and ``..._high`` are the quartiles. It is measured once for each engine, with
 handoffs of 1 MiB: what the coordinator adds does not grow with the size, but the time of a larger transfer
 varies by more than that from one to the next. ``bare_messages_us_p50`` is what the messages of one handoff
-take between as many processes and threads that do nothing else (``support/relay.py``), right after it.
+take between as many processes and threads that do nothing else (``support/relay.py``), right after it: what
+any implementation adds at the least.
 
 The figures are in a table for each case:
 

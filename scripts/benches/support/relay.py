@@ -1,9 +1,10 @@
 """The messages of one handoff, between processes and threads that do nothing else.
 
-What a handoff cannot do without: a call goes from the engine's thread to the rank's I/O thread, an order to
-the coordinator's process, from there to the worker's, there to the thread that may block, and a report and
-a verdict come back the same way. The sockets are of the kinds that the coordinator has; nobody decodes,
-plans, moves or logs anything.
+What a handoff cannot do without: a call goes from the engine's thread to the rank's I/O thread, what it says
+to the coordinator's process, an order from there to the worker's, there to the thread that may block, and a
+report and a verdict come back the same way; the other engine hears the verdict, too. The sockets are of the
+kinds that the coordinator has, and the messages are those of a handoff. Nobody decides, plans, moves or logs
+anything.
 """
 
 from __future__ import annotations
@@ -18,14 +19,29 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from coordinator import messages
+from coordinator.messages import (
+    Broadcast,
+    Commands,
+    Move,
+    MoveDone,
+    Outcome,
+    Reports,
+    Send,
+    Submit,
+    decode_broadcast,
+    decode_from_peer,
+    decode_to_worker,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 _RANK: Final = b"rank"
 _WORKER: Final = b"worker"
-_TOPIC: Final = b"engine\0"
-_PAYLOAD: Final = bytes(100)
+_TOPICS: Final = (b"prefill\0", b"decode\0")
+_PAGES: Final = bytes(64 * messages.PAGE_BYTES)
 _WARM: Final = 50
 #: Between two of them; a transfer takes as long.
 _PAUSE_S: Final = 0.001
@@ -43,6 +59,7 @@ def relays_us(count: int) -> list[float]:
             spawn.Process(target=_coordinator, args=(addresses, rounds)),
             spawn.Process(target=_worker, args=(addresses, rounds)),
             spawn.Process(target=_rank, args=(addresses, rounds, theirs)),
+            spawn.Process(target=_other_rank, args=(addresses, rounds)),
         ]
         started = []
         try:
@@ -74,7 +91,7 @@ class _Bell:
 
 
 def _coordinator(addresses: tuple[str, str], rounds: int) -> None:
-    """Pass each call on to the worker, and each report on to the ranks."""
+    """Answer each call with an order to the worker, and each report with a verdict to both ranks."""
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as control,
@@ -82,22 +99,26 @@ def _coordinator(addresses: tuple[str, str], rounds: int) -> None:
     ):
         control.bind(addresses[0])
         outcomes.bind(addresses[1])
-        _expect(outcomes)
-        outcomes.recv()
+        for _ in _TOPICS:
+            _receive(outcomes)
         for _ in (_RANK, _WORKER):
             _receive(control)
         control.send_multipart([_RANK, b"both are here"])
-        for _ in range(rounds):
-            _receive(control)
-            control.send_multipart([_WORKER, _PAYLOAD])
-            _receive(control)
-            outcomes.send_multipart([_TOPIC, _PAYLOAD])
+        for room in range(1, rounds + 1):
+            decode_from_peer(_receive(control)[1])
+            order = Commands([Move(room, "decode/0", _PAGES, _PAGES)])
+            control.send_multipart([_WORKER, messages.encode(order)])
+            decode_from_peer(_receive(control)[1])
+            for topic in _TOPICS:
+                verdict = Broadcast(1, room, room - 1, [room], [], [Outcome(room, 1)])
+                outcomes.send_multipart([topic, messages.encode(verdict)])
         outcomes.close(1000)
 
 
 def _worker(addresses: tuple[str, str], rounds: int) -> None:
     """Hand each order to a thread, and report when it has had it."""
-    orders: SimpleQueue[bytes] = SimpleQueue()
+    orders: SimpleQueue[messages.ToWorker] = SimpleQueue()
+    report = Reports([MoveDone(1, 1 << 20, 0.001)])
     bell = _Bell()
 
     def lane() -> None:
@@ -110,13 +131,20 @@ def _worker(addresses: tuple[str, str], rounds: int) -> None:
         line.setsockopt(zmq.ROUTING_ID, _WORKER)
         line.connect(addresses[0])
         line.send(b"hello")
-        _serve(line, bell, lambda: orders.put(line.recv()), lambda: line.send(_PAYLOAD), rounds)
+        _serve(
+            line,
+            bell,
+            lambda: orders.put(decode_to_worker(line.recv())),
+            lambda: line.send(messages.encode(report)),
+            rounds,
+        )
         line.close(1000)
 
 
 def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
     """Be an engine that hands over one thing after the other."""
-    bell, verdicts, ready = _Bell(), SimpleQueue[bytes](), threading.Event()
+    bell, verdicts, ready = _Bell(), SimpleQueue[Broadcast](), threading.Event()
+    call = Submit(1, 1, 0, 0, listening=True, items=[Send(1, 0, _PAGES, last=True)])
 
     def io_thread() -> None:
         with (
@@ -125,7 +153,7 @@ def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
             context.socket(zmq.SUB) as outcomes,
         ):
             line.setsockopt(zmq.ROUTING_ID, _RANK)
-            outcomes.setsockopt(zmq.SUBSCRIBE, _TOPIC)
+            outcomes.setsockopt(zmq.SUBSCRIBE, _TOPICS[0])
             outcomes.connect(addresses[1])
             line.connect(addresses[0])
             line.send(b"hello")
@@ -134,8 +162,8 @@ def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
             _serve(
                 outcomes,
                 bell,
-                lambda: verdicts.put(outcomes.recv_multipart()[1]),
-                lambda: line.send(_PAYLOAD),
+                lambda: verdicts.put(decode_broadcast(outcomes.recv_multipart()[1])),
+                lambda: line.send(messages.encode(call)),
                 rounds,
             )
 
@@ -151,6 +179,22 @@ def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
         times_us.append(1e6 * (time.monotonic() - began_s))
     thread.join(5)
     driver.send(times_us)
+
+
+def _other_rank(addresses: tuple[str, str], rounds: int) -> None:
+    """Be an engine that hears of it."""
+    verdicts = SimpleQueue[Broadcast]()
+
+    def io_thread() -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as outcomes:
+            outcomes.setsockopt(zmq.SUBSCRIBE, _TOPICS[1])
+            outcomes.connect(addresses[1])
+            for _ in range(rounds):
+                verdicts.put(decode_broadcast(_receive(outcomes)[1]))
+
+    threading.Thread(target=io_thread, daemon=True).start()
+    for _ in range(rounds):
+        verdicts.get()
 
 
 def _serve(
