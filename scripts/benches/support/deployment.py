@@ -124,6 +124,8 @@ class RankHandle:
         return self._connection
 
     def _gone(self) -> SimulationError:
+        # What it dies of is written after it has hung up.
+        self.child.join(_ENDING_S)
         return SimulationError(f"{self.name} is gone; its last lines:\n{self.child.tail()}")
 
 
