@@ -1,13 +1,13 @@
 """The ``mooncake`` backend: Mooncake's Transfer Engine, over TCP; RDMA can be chosen, but is not tested.
 
 Engines
-    The receiving side has some native engines (``Options.receivers``), all for the same memory: a sender
-    has 16 connections to each. The sending side has one *per link*: the first contact with a peer holds
-    an engine up, for a minute when that peer is stopped; and to destroy the engine, which is the only way
-    to stop it, must touch no other link.
+    The receiving side has some native engines (``Options.receivers``), all for the same memory. The sending
+    side has two *per link*, each with 16 connections to each of the peer's: the first contact with a peer
+    holds an engine up, for a minute when that peer is stopped; and to destroy engines, which is the only way
+    to stop them, must touch no other link.
 
 Settled
-    Mooncake cannot cancel. But an engine has few bytes of a link at a time, each piece under an id of its
+    Mooncake cannot cancel. But the engines have few bytes of a link at a time, each piece under an id of its
     own, and an id that has ended, either way, does not read its source any more. So a transfer that
     failed settles when its last id has ended. A lost peer's link fences itself at once.
 
@@ -43,8 +43,9 @@ from msgspec import Meta, Struct
 
 from backends.base import Backend, BackendError, Capabilities, ConnectError, Region, fence_all
 from backends.memory import check_region
+from backends.mooncake_connections import ENGINES, Connections, files_for_each
 from backends.mooncake_endpoint import MAX_ENGINES, Endpoint, RemoteEngine, RemoteRegion, decode
-from backends.mooncake_engine import LANES, Engine, EngineSettings, find_engine, load_engine
+from backends.mooncake_engine import Engine, EngineSettings, find_engine, load_engine
 from backends.mooncake_link import MAX_OUTSTANDING, MooncakeLink
 from backends.mooncake_presence import Presence, PresenceListener
 from backends.mooncake_warmup import Scrap, WarmUp
@@ -69,8 +70,8 @@ class Options(Struct, frozen=True, forbid_unknown_fields=True):
         host: the IPv4 address of this host under which peers reach it.
         protocol: ``"tcp"``, or ``"rdma"``, which is not tested.
         device: RDMA devices, for example ``"mlx5_0"``, separated by commas; empty: all.
-        receivers: engines that the receiving side has. A sender has 16 connections to each, on which small
-            pieces travel side by side, and so takes 16 times as many open files, and one more.
+        receivers: engines that the receiving side has. A sender has 32 connections to each, on which small
+            pieces travel side by side, and so takes 32 times as many open files, and one more.
         peer_timeout_s: after how long a peer that takes no bytes, or whose host is silent, counts as
             lost; rounded up to whole seconds.
         connect_timeout_s: how long each of the three steps of ``connect`` may take: to hear that the
@@ -231,7 +232,7 @@ class MooncakeBackend(Backend):
         return is_closed and self._settings.protocol == "tcp"
 
     def _connect(self, peer: str, remote: Endpoint) -> MooncakeLink:
-        """Make a link whose engine has met the peer's."""
+        """Make a link whose engines have met the peer's."""
         timeout_s = self._settings.connect_timeout_s
         with ExitStack() as undo:
             # First, and without the engine: a peer that is stopped would hold that up for a minute.
@@ -243,15 +244,18 @@ class MooncakeBackend(Backend):
                 self._settings.peer_timeout_s,
             )
             undo.callback(presence.close)
-            engine = self._new_engine()
-            undo.callback(_abandon, engine)
-            for region in (*self._regions, self._scrap.region):
-                engine.register(region)
-            WarmUp(engine, remote, self._scrap).wait(timeout_s)
+            engines = []
+            for _ in range(ENGINES):
+                engine = self._new_engine()
+                undo.callback(_abandon, engine)
+                for region in (*self._regions, self._scrap.region):
+                    engine.register(region)
+                engines.append(engine)
+            WarmUp(engines, remote, self._scrap).wait(timeout_s)
             # So the connections lead to that incarnation: it is there after they were made.
             presence.confirm(timeout_s)
             undo.pop_all()
-        return MooncakeLink(peer, engine, presence, self._regions, remote)
+        return MooncakeLink(peer, Connections(engines, remote), presence, self._regions, remote)
 
     def _check_started(self) -> None:
         """Refuse a call before ``start`` or after ``close``."""
@@ -281,7 +285,7 @@ class MooncakeBackend(Backend):
                 engine.register(region)
             self._receivers.append(engine)
         if self._listener is None:
-            files = self._settings.receivers * LANES + 1
+            files = files_for_each(self._settings.receivers) + 1
             self._listener = PresenceListener(self._settings.host, files)
         return self._receivers, self._listener
 

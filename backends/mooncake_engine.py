@@ -248,15 +248,13 @@ class Engine:
 
     def submit_read(self, name: str, destination: int, source: int, size_bytes: int) -> int:
         """Start to read from a peer's registered memory; as ``submit``."""
-        try:
+        what = "the engine refused the read"
+        with _mapped(what):
             number = int(
                 self._living().batch_transfer_async_read(name, [destination], [source], [size_bytes])
             )
-        except _NATIVE_ERRORS as error:
-            message = f"the engine refused the read: {error}"
-            raise BackendError(message) from None
         if number <= 0:
-            message = f"the engine refused the read (error {number})"
+            message = f"{what} (error {number})"
             raise BackendError(message)
         return number
 
@@ -322,7 +320,8 @@ class Engine:
         # Only this frame and the call below may hold it, or it would live on.
         holders = sys.getrefcount(native)
         if native is not None and holders > 2:  # noqa: PLR2004 - those two
-            self._native = native
+            # Nor may the error hold it, through its traceback.
+            self._native, native = native, None
             message = f"the engine cannot be destroyed: {holders - 2} others hold it"
             raise BackendError(message)
 

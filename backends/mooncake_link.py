@@ -1,13 +1,9 @@
 """A mooncake link: the writes towards one peer.
 
-A write is cut into pieces, each a contiguous run. The engine has one of them at a time for each of its
-connections, of the link's transfers in turn; the link gives it the next when one has ended. Whoever polls
-any transfer of the link does that for all of them: the next poll of another one costs nothing.
-
-Never more than one for each connection: a piece that waits for a connection would make the engine connect
-again when the peer dies, to whatever process has the port by then. All connections were made, and the peer
-was there after that, before the link was (``backends.mooncake_warmup``). One whose piece has failed does
-not count any more, so what is posted always finds one that leads to the peer's process, or to nobody.
+A write is cut into pieces. The link's engines have one of them at a time for each of their connections
+(``backends.mooncake_connections``), of the link's transfers in turn; the link gives them the next when one
+has ended. Whoever polls any transfer of the link does that for all of them: the next poll of another one
+costs nothing.
 
 When a piece fails, the engine does not say why. So the link asks the peer (see
 ``backends.mooncake_presence``). An answer means that the write alone failed; none, or the news that
@@ -21,132 +17,59 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from backends.base import (
-    BackendError,
-    Link,
-    PeerDisconnectedError,
-    Status,
-    Transfer,
-    TransferError,
-)
-from backends.descriptors import check_parts, merged_runs
-from backends.mooncake_engine import LANES
+from backends.base import BackendError, Link, PeerDisconnectedError, TransferError
+from backends.descriptors import check_parts
+from backends.mooncake_transfer import MooncakeTransfer, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from backends.base import Part, Region
-    from backends.descriptors import Runs
+    from backends.base import Part, Region, Transfer
+    from backends.mooncake_connections import Connections
     from backends.mooncake_endpoint import Endpoint
-    from backends.mooncake_engine import Engine
     from backends.mooncake_presence import Presence
 
 logger = logging.getLogger(__name__)
 
 #: Enough to keep the connections busy between two polls.
 MAX_OUTSTANDING: Final = 16
-#: The most bytes that an engine has, but for the last piece: what a fence may find under way.
-DEPTH_BYTES: Final = 16 << 20
-#: Longer runs are cut, so that many connections have work, and what a fence cuts off is short. Measured over
-#: loopback: 1 to 16 MiB are equally fast.
-_PIECE_BYTES: Final = 1 << 20
 _FENCE_WAIT_S: Final = 5.0
 #: How long a peer may take to say that it is there, after a write failed.
 _ANSWER_S: Final = 1.0
-#: How long to let the engine work before it is asked again, while it has half of the bytes that it may have
-#: or more: asking takes cores from its connections. In turns with the bare engine, over loopback, long runs
-#: gained a tenth by it. With short runs posting is what takes the time, and any rest costs.
+#: How long to let the engines work before they are asked again, while they have half of the bytes that they
+#: may have, or more: asking takes cores from their connections. In turns with the bare engine, over loopback,
+#: long runs gained a tenth by it. With short runs posting is what takes the time, and any rest costs.
 _REST_S: Final = 0.001
 _NONE_LEFT: Final = "none of its connections is left"
 #: While nothing ends, the peer's presence is looked at this often.
 _LOOK_S: Final = 0.005
 
 
-class Piece(NamedTuple):
-    """A contiguous copy.
-
-    Attributes:
-        source: address in this process.
-        destination: address in the peer.
-        size_bytes: length.
-
-    """
-
-    source: int
-    destination: int
-    size_bytes: int
-
-
-class MooncakeTransfer(Transfer):
-    """A write: pieces that wait, and pieces that the engine has."""
-
-    __slots__ = ("_link", "asked", "broken", "in_engine", "pieces", "waiting")
-
-    def __init__(self, link: MooncakeLink, pieces: Iterator[Piece]) -> None:
-        """Nothing is posted yet."""
-        super().__init__()
-        self._link = link
-        self.pieces = pieces
-        # Whether pieces are left.
-        self.waiting = True
-        self.in_engine = 0
-        # It was polled since the engine was last asked, so it is what the engine is asked for next time.
-        self.asked = True
-        # A piece has failed.
-        self.broken = False
-
-    @property
-    def rest_s(self) -> float:
-        """See ``Transfer.rest_s``."""
-        return self._link.rest_s
-
-    def poll(self) -> Status:
-        """See ``Transfer.poll``."""
-        if not self.settled:
-            self._link.advance(self)
-        return self.status
-
-    def end(self, error: BackendError | None) -> None:
-        """Nothing moves any more: done, or failed with ``error`` unless it had failed before."""
-        if error is not None and self.error is None:
-            self.error = error
-        self.status = Status.DONE if self.error is None else Status.FAILED
-        self.settled = True
-        self.waiting = False
-
-    def fail(self, error: BackendError) -> None:
-        """It failed, and something may still move."""
-        self.error, self.status = error, Status.FAILED
-
-
 class MooncakeLink(Link):
-    """An engine of its own, towards one incarnation of one peer."""
+    """Engines of its own, towards one incarnation of one peer."""
 
     def __init__(
-        self, peer: str, engine: Engine, presence: Presence, local: Sequence[Region], remote: Endpoint
+        self,
+        peer: str,
+        connections: Connections,
+        presence: Presence,
+        local: Sequence[Region],
+        remote: Endpoint,
     ) -> None:
-        """Take over the engine and the presence.
-
-        ``local`` is registered with the engine already, and all its connections are made.
-        """
+        """Take over the connections and the presence; ``local`` is registered with the engines already."""
         self.peer = peer
-        self._engine = engine
-        # Connections without a piece: to which of the peer's engines they lead. These take turns.
-        self._idle = deque([remote.name(theirs) for theirs in remote.engines] * LANES)
+        self._connections = connections
         # With fewer left it would be slow, and is over as soon as nothing moves.
-        self._fewest = len(self._idle) // 2
+        self._fewest = connections.left // 2
         self._presence = presence
         self._local = list(local)
         self._local_bytes = [region.size_bytes for region in local]
-        self._remote = remote
+        self._remote = remote.regions
         self._remote_bytes = [region.size_bytes for region in remote.regions]
         self._moving: list[MooncakeTransfer] = []
         self._queue: deque[MooncakeTransfer] = deque()
-        # What the engine has, by id: whose it is, its length, and on which connection.
-        self._pieces: dict[int, tuple[MooncakeTransfer, int, str]] = {}
-        self._engine_bytes = 0
         self._looked_s = 0.0
         # What was asked of the peer since a piece failed, and when; 0: nothing.
         self._question = 0
@@ -158,8 +81,8 @@ class MooncakeLink(Link):
 
     @property
     def rest_s(self) -> float:
-        """How long the engine is busy at least with what it has got, in seconds; 0 when that is not sure."""
-        return _REST_S if 2 * self._engine_bytes >= DEPTH_BYTES else 0.0
+        """How long the engines are busy at least with what they have, in seconds; 0 when that is not sure."""
+        return _REST_S if self._connections.is_busy else 0.0
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""
@@ -173,8 +96,7 @@ class MooncakeLink(Link):
             if len(self._moving) >= MAX_OUTSTANDING:
                 message = f"{len(self._moving)} transfers to {self.peer} are outstanding already"
                 raise TransferError(message)
-            # Merged now, because the caller's index arrays may change later.
-            transfer = MooncakeTransfer(self, self._cut([(part, merged_runs(part)) for part in parts]))
+            transfer = MooncakeTransfer(self, cut(parts, self._local, self._remote))
             self._moving.append(transfer)
             self._queue.append(transfer)
             self._feed()
@@ -207,21 +129,8 @@ class MooncakeLink(Link):
 
     # --- what follows is called with the lock held ---------------------------------------------
 
-    def _cut(self, runs: Iterable[tuple[Part, Runs]]) -> Iterator[Piece]:
-        """Cut merged parts into pieces."""
-        for part, merged in runs:
-            source_at = self._local[part.source.region].address
-            destination_at = self._remote.regions[part.destination.region].address
-            for source, destination, size_bytes in zip(*(array.tolist() for array in merged), strict=True):
-                for offset in range(0, size_bytes, _PIECE_BYTES):
-                    yield Piece(
-                        source_at + source + offset,
-                        destination_at + destination + offset,
-                        min(_PIECE_BYTES, size_bytes - offset),
-                    )
-
     def _advance(self) -> None:
-        """Ask the engine after all that it has, act on it, and give it more."""
+        """Ask the engines after all that they have, act on it, and give them more."""
         for transfer in self._moving:
             transfer.asked = False
         ended = self._sweep()
@@ -234,39 +143,35 @@ class MooncakeLink(Link):
             self._settle()
 
     def _sweep(self) -> bool:
-        """Ask once after each piece that the engine has; whether any has ended."""
-        ends = self._engine.ended(self._pieces)
-        for number, done in ends:
-            transfer, size_bytes, connection = self._pieces.pop(number)
+        """Ask once after each piece that the engines have; whether any has ended."""
+        ends = self._connections.ended()
+        for transfer, done in ends:
             transfer.in_engine -= 1
-            self._engine_bytes -= size_bytes
             if done:
                 transfer.progress += 1
-                self._idle.append(connection)
             else:
                 self._break(transfer)
         return bool(ends)
 
     def _feed(self) -> None:
-        """Give the engine pieces up to its limits. The peer's presence was looked at just before."""
-        while self._queue and self._idle and self._engine_bytes < DEPTH_BYTES and not self._question:
-            transfer = self._queue[0]
+        """Give the engines pieces up to their limits. The peer's presence was looked at just before."""
+        connections, queue = self._connections, self._queue
+        while queue and connections.has_room and not self._question:
+            transfer = queue[0]
             piece = next(transfer.pieces, None)
             if piece is None:
                 transfer.waiting = False
-                self._queue.popleft()
+                queue.popleft()
                 continue
             try:
-                number = self._engine.submit(self._idle[0], *piece)
+                connections.submit(transfer, piece)
             except BackendError as error:
                 logger.warning("a write to %s: %s", self.peer, error)
                 self._break(transfer)
                 return
-            self._pieces[number] = (transfer, piece.size_bytes, self._idle.popleft())
-            self._engine_bytes += piece.size_bytes
             transfer.in_engine += 1
             # In turn, so that none of them stands still.
-            self._queue.rotate(-1)
+            queue.rotate(-1)
 
     def _settle(self) -> None:
         """End the transfers of which nothing is left and nothing is in doubt."""
@@ -275,12 +180,8 @@ class MooncakeLink(Link):
             if not transfer.waiting and not transfer.in_engine and not in_doubt:
                 self._moving.remove(transfer)
                 transfer.end(None)
-        if not self._moving and self._left() < self._fewest:
-            self._lose(f"only {self._left()} of its connections are left")
-
-    def _left(self) -> int:
-        """How many connections have not failed."""
-        return len(self._idle) + len(self._pieces)
+        if not self._moving and self._connections.left < self._fewest:
+            self._lose(f"only {self._connections.left} of its connections are left")
 
     def _break(self, transfer: MooncakeTransfer) -> None:
         """A piece of it has failed: post no more of it, and ask the peer whether it is there."""
@@ -301,8 +202,8 @@ class MooncakeLink(Link):
                         f"a write to {self.peer} failed, though it is there; the engine's log is on stderr"
                     )
                     transfer.fail(TransferError(message))
-            logger.warning("%d of the connections to %s are left", self._left(), self.peer)
-            if self._left() == 0:
+            logger.warning("%d of the connections to %s are left", self._connections.left, self.peer)
+            if self._connections.left == 0:
                 self._lose(_NONE_LEFT)
         elif time.monotonic() - self._asked_s > _ANSWER_S:
             self._lose("a write failed, and it does not answer any more")
@@ -323,10 +224,10 @@ class MooncakeLink(Link):
             logger.exception("the link to %s is dead and cannot be fenced", self.peer)
 
     def _fence(self, error: PeerDisconnectedError) -> None:
-        """Destroy the engine; every transfer that moves ends with ``error``."""
+        """Destroy the engines; every transfer that moves ends with ``error``."""
         if self.fenced:
             return
-        self._engine.destroy()
+        self._connections.destroy()
         self._presence.close()
         self.fenced = True
         self._end = str(error)
@@ -334,5 +235,3 @@ class MooncakeLink(Link):
             transfer.end(error)
         self._moving.clear()
         self._queue.clear()
-        self._pieces.clear()
-        self._idle.clear()

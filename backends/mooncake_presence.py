@@ -25,7 +25,6 @@ import selectors
 import socket
 import threading
 import time
-from collections import defaultdict
 from contextlib import ExitStack
 from typing import Final
 
@@ -38,14 +37,11 @@ INCARNATION_BYTES: Final = 16
 _YES: Final = b"+"
 _NO_ROOM: Final = b"-"
 #: What an answer to the greeting means; the empty one is that it hangs up.
-_PROBLEMS: Final = defaultdict(
-    lambda: "is no presence of mooncake",
-    {
-        _YES: "",
-        _NO_ROOM: "lets nobody in any more: it may not open more files, see its log",
-        b"": "is another incarnation; its endpoint is outdated",
-    },
-)
+_PROBLEMS: Final = {
+    _YES: "",
+    _NO_ROOM: "lets nobody in any more: it may not open more files, see its log",
+    b"": "is another incarnation; its endpoint is outdated",
+}
 _MUTE: Final = b"m"
 #: What the process may open besides, while a caller makes its connections.
 _SPARE_FILES: Final = 32
@@ -99,7 +95,7 @@ class Presence:
             self._tune(lost_after_s)
             self._socket.sendall(incarnation)
             self._socket.settimeout(max(0.001, end_s - time.monotonic()))
-            problem = _PROBLEMS[self._socket.recv(1)]
+            problem = _PROBLEMS.get(self._socket.recv(1), "is no presence of mooncake")
             self._socket.settimeout(0)
         except TimeoutError:
             problem = f"did not answer within {timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""The first contact of a mooncake engine with a peer's, before anything depends on it."""
+"""The first contact of mooncake engines with a peer's, before anything depends on it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from backends.base import BackendError, Region
 from backends.mooncake_engine import LANES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backends.mooncake_endpoint import Endpoint, RemoteEngine
     from backends.mooncake_engine import Engine
 
@@ -37,21 +39,21 @@ class Scrap:
 
 
 class WarmUp:
-    """Makes all connections of an engine to a peer's engines: calls each, and reads the peer's scrap.
+    """Makes all connections of engines to a peer's engines: calls each, and reads the peer's scrap.
 
-    From then on the engine connects no more, as long as it has no more to do at a time than it has
+    From then on no engine connects any more, as long as it has no more to do at a time than it has
     connections. Reading harms nobody, whoever it is that listens there.
 
     In a thread, for either call takes a minute when the peer stops at that very moment. The thread holds
-    the engine, and our scrap, as long as that lasts.
+    the engines, and our scrap, as long as that lasts.
     """
 
-    def __init__(self, engine: Engine, remote: Endpoint, scrap: Scrap) -> None:
-        """Begin; ``engine`` is not to be used by others meanwhile, and has ``scrap`` registered."""
-        self._engine = engine
+    def __init__(self, engines: Sequence[Engine], remote: Endpoint, scrap: Scrap) -> None:
+        """Begin; the engines are not to be used by others meanwhile, and have ``scrap`` registered."""
+        self._engines = engines
         self._remote = remote
         self._scrap = scrap
-        self._wanted = LANES * len(remote.engines) if remote.protocol == "tcp" else 0
+        self._wanted = len(engines) * LANES * len(remote.engines) if remote.protocol == "tcp" else 0
         self._made = 0
         self._problem = ""
         self._over = threading.Event()
@@ -75,31 +77,32 @@ class WarmUp:
 
     def _run(self) -> None:
         try:
-            for theirs in self._remote.engines:
-                if not self._left:
-                    self._meet(theirs)
+            for engine in self._engines:
+                for theirs in self._remote.engines:
+                    if not self._left:
+                        self._meet(engine, theirs)
         except BackendError as error:
             self._problem = str(error)
         self._over.set()
 
-    def _meet(self, theirs: RemoteEngine) -> None:
+    def _meet(self, engine: Engine, theirs: RemoteEngine) -> None:
         """Call one of the peer's engines, and make the connections to it."""
         name = self._remote.name(theirs)
-        self._engine.probe(name)
+        engine.probe(name)
         before = self._made
         while not self._left:
-            self._read(name)
-            self._made = before + self._engine.connections(self._remote.host, theirs.data_port)
+            self._read(engine, name)
+            self._made = before + engine.connections(self._remote.host, theirs.data_port)
             if self._made - before >= LANES or not self._wanted:
                 return
 
-    def _read(self, name: str) -> None:
+    def _read(self, engine: Engine, name: str) -> None:
         """Read more at a time than there are connections, so that the engine makes those that it lacks."""
         ours, theirs = self._scrap.region.address, self._remote.scrap
-        moving = {self._engine.submit_read(name, ours, theirs, _SCRAP_BYTES) for _ in range(_READS)}
+        moving = {engine.submit_read(name, ours, theirs, _SCRAP_BYTES) for _ in range(_READS)}
         failed = False
         while moving and not self._left:
-            for number, done in self._engine.ended(moving):
+            for number, done in engine.ended(moving):
                 moving.remove(number)
                 failed = failed or not done
             time.sleep(_POLL_S)

@@ -38,9 +38,10 @@ from tests.support.waiting import eventually
 pytest.importorskip("backends.mooncake", reason="the mooncake wheel is not installed", exc_type=ImportError)
 
 from backends.mooncake import MooncakeBackend
+from backends.mooncake_connections import DEPTH_BYTES, ENGINES
 from backends.mooncake_endpoint import decode
 from backends.mooncake_engine import LANES, Engine, EngineSettings, load_engine
-from backends.mooncake_link import DEPTH_BYTES, MooncakeLink
+from backends.mooncake_link import MooncakeLink
 from backends.mooncake_warmup import WarmUp
 
 if TYPE_CHECKING:
@@ -57,13 +58,23 @@ pytestmark = pytest.mark.mooncake
 
 MIB = 1 << 20
 #: Of a link to a peer with the default number of engines.
-CONNECTIONS = 4 * LANES
+CONNECTIONS = ENGINES * 4 * LANES
 
 
 @pytest.fixture(scope="module")
 def rig() -> Rig:
     """Only mooncake here."""
     return Rig("mooncake", {"peer_timeout_s": 2, "connect_timeout_s": 1})
+
+
+def every_other(size_bytes: int, blocks: int | None = None) -> Part:
+    """The first, third, fifth and so on of that many bytes: pieces that cannot be merged.
+
+    ``blocks`` says how many; ``None``: all of them.
+    """
+    grid = plain_grid(size_bytes)
+    numbers = np.arange(grid.count, dtype=np.int32)[::2][:blocks]
+    return Part(grid, numbers, grid, numbers)
 
 
 def changed(endpoint: bytes, **fields: Any) -> bytes:  # noqa: ANN401 - any field of an endpoint
@@ -213,6 +224,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Watch every engine."""
         self.sizes_bytes: list[int] = []
+        # Of one engine.
         self.most = 0
         self.most_bytes = 0
         self.wrong: list[str] = []
@@ -224,7 +236,8 @@ class Watched:
             moving = self._moving.setdefault(engine, {})
             moving[number] = size_bytes
             self.most = max(self.most, len(moving))
-            self.most_bytes = max(self.most_bytes, sum(moving.values()))
+            under_way = sum(sum(pieces.values()) for pieces in self._moving.values())
+            self.most_bytes = max(self.most_bytes, under_way)
             self.sizes_bytes.append(size_bytes)
             return number
 
@@ -262,14 +275,12 @@ def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
 ) -> None:
     """To ask once more reads freed memory; above some 2,000 the engine breaks its word."""
     link = make_sender(make_memory(2 * MIB, seed=1)).connect("peer", peer.endpoint)
-    grid = plain_grid(2 * MIB)
-    numbers = np.arange(grid.count, dtype=np.int32)
-    transfers = [link.write([Part(grid, numbers[::2], grid, numbers[::2])]) for _ in range(4)]
+    transfers = [link.write([every_other(2 * MIB)]) for _ in range(4)]
     for transfer in transfers:
         until_done(transfer)
         transfer.poll()
     assert not watched.wrong
-    assert watched.most == CONNECTIONS
+    assert watched.most == CONNECTIONS // ENGINES
     assert watched.unended == 0
     assert len(watched.sizes_bytes) == 4 * 256
 
@@ -304,15 +315,14 @@ def test_the_pieces_of_several_writes_take_turns_and_each_is_told(
     """A write behind a large one must not look as if it stood still."""
     peer = make_peer(LARGE_BYTES)
     link = make_sender(make_memory(LARGE_BYTES, seed=1)).connect("peer", peer.endpoint)
-    grid = plain_grid(LARGE_BYTES)
-    evens = np.arange(grid.count, dtype=np.int32)[::2]
-    large, small = (link.write([Part(grid, blocks, grid, blocks)]) for blocks in (evens, evens[:8]))
+    all_of_them = every_other(LARGE_BYTES)
+    large, small = (link.write([part]) for part in (all_of_them, every_other(LARGE_BYTES, 8)))
     until_done(small)
     assert small.progress == 8
     assert large.status is Status.MOVING
-    assert 0 < large.progress < evens.size
+    assert 0 < large.progress < all_of_them.count
     until_done(large)
-    assert large.progress == evens.size
+    assert large.progress == all_of_them.count
 
 
 def test_runs_are_merged_and_long_ones_cut(
@@ -471,12 +481,10 @@ def test_all_connections_are_made_before_anything_is_written(
         link = make_sender(make_memory(2 * MIB)).connect("peer", peer.endpoint)
         made = connections_to(peer.endpoint)
         assert Counter(port for _, port in made) == {
-            engine.data_port: LANES for engine in decode("peer", peer.endpoint).engines
+            engine.data_port: ENGINES * LANES for engine in decode("peer", peer.endpoint).engines
         }
-        assert len(made) == LANES * receivers
-        grid = plain_grid(2 * MIB)
-        every_other = np.arange(grid.count, dtype=np.int32)[::2]
-        until_done(link.write([Part(grid, every_other, grid, every_other)]))
+        assert len(made) == ENGINES * LANES * receivers
+        until_done(link.write([every_other(2 * MIB)]))
         assert connections_to(peer.endpoint) == made
     finally:
         peer.close()
@@ -492,11 +500,9 @@ def test_a_connection_that_has_failed_is_not_made_again(
     peer = make_peer(LARGE_BYTES)
     link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
     made = connections_to(peer.endpoint)
-    grid = plain_grid(LARGE_BYTES)
-    evens = np.arange(grid.count, dtype=np.int32)[::2]
     peer.stop()
     # Many small pieces, and none of them can end: there is always one more to post.
-    transfer = link.write([Part(grid, evens, grid, evens)])
+    transfer = link.write([every_other(LARGE_BYTES)])
     # Nobody looks while the connections run into their time-out, one after the other, or all at once.
     eventually(lambda: not made & connections_to(peer.endpoint), PATIENCE_S, "all connections have failed")
     assert not connections_to(peer.endpoint)
@@ -517,11 +523,9 @@ def test_a_link_with_few_connections_left_is_over(
     peer = make_peer(LARGE_BYTES)
     lie = msgspec.structs.replace(decode("peer", peer.endpoint).regions[0], address=1 << 40)
     link = make_sender(make_memory(LARGE_BYTES)).connect("peer", changed(peer.endpoint, regions=(lie,)))
-    grid = plain_grid(LARGE_BYTES)
 
     def fail(pieces: int) -> None:
-        blocks = np.arange(2 * pieces, dtype=np.int32)[::2]
-        transfer = link.write([Part(grid, blocks, grid, blocks)])
+        transfer = link.write([every_other(LARGE_BYTES, pieces)])
         assert until_terminal(transfer) is Status.FAILED
         assert isinstance(transfer.error, TransferError)
         eventually(lambda: (transfer.poll(), transfer.settled)[1], PATIENCE_S, "it has settled")
@@ -542,13 +546,11 @@ def test_a_refused_write_leaves_its_neighbours_alone(
     large, small = decode("peer", peer.endpoint).regions
     lie = msgspec.structs.replace(small, size_bytes=LARGE_BYTES, address=1 << 40)
     link = make_sender(ours).connect("peer", changed(peer.endpoint, regions=(large, lie)))
-    grid = plain_grid(LARGE_BYTES)
-    evens = np.arange(grid.count, dtype=np.int32)[::2]
-    few = evens[: CONNECTIONS - CONNECTIONS // 4]
+    few = every_other(LARGE_BYTES, CONNECTIONS - CONNECTIONS // 4)
     peer.stop()
-    # All of these are with the engine, and then what is left of its connections has one of those.
-    bad = link.write([Part(grid, few, plain_grid(LARGE_BYTES, region=1), few)])
-    good = link.write([Part(grid, evens, grid, evens)])
+    # All of these are with the engines, and then what is left of their connections has one of those.
+    bad = link.write([msgspec.structs.replace(few, destination=plain_grid(LARGE_BYTES, region=1))])
+    good = link.write([every_other(LARGE_BYTES)])
     peer.go_on()
     assert until_terminal(bad) is Status.FAILED
     assert isinstance(bad.error, TransferError)
@@ -567,9 +569,7 @@ def test_a_write_just_after_a_look_goes_to_nobody_else(
     """
     peer = make_peer(LARGE_BYTES)
     link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
-    grid = plain_grid(LARGE_BYTES)
-    evens = np.arange(grid.count, dtype=np.int32)[::2]
-    until_done(link.write([Part(grid, evens, grid, evens)]))
+    until_done(link.write([every_other(LARGE_BYTES)]))
     monkeypatch.setattr(MooncakeLink, "_look", lambda _: None)
     peer.kill()
     with ExitStack() as stack:
@@ -577,7 +577,7 @@ def test_a_write_just_after_a_look_goes_to_nobody_else(
             stack.enter_context(socket.create_server(("127.0.0.1", engine.data_port)))
             for engine in decode("peer", peer.endpoint).engines
         ]
-        transfer = link.write([Part(grid, evens, grid, evens)])
+        transfer = link.write([every_other(LARGE_BYTES)])
         assert until_terminal(transfer) is Status.FAILED
         assert isinstance(transfer.error, PeerDisconnectedError)
         for other in others:
@@ -658,6 +658,17 @@ def test_an_engine_that_is_destroyed_is_not_called(make_memory: MakeMemory) -> N
             call()
 
 
+def test_an_engine_that_was_held_is_destroyed_later() -> None:
+    """What told of it does not hold it."""
+    engine = bare_engine()
+    held = engine._native
+    with pytest.raises(BackendError, match="1 others hold it") as told:
+        engine.destroy()
+    del held
+    engine.destroy()
+    assert engine._native is None, told
+
+
 # --- fences ------------------------------------------------------------------------------------
 
 
@@ -689,6 +700,22 @@ def test_fences_are_short(make_peer: MakePeer, make_memory: MakeMemory, make_sen
         durations_s.append(time.monotonic() - started_s)
     assert max(durations_s) < 0.5
     peer.go_on()
+
+
+def test_a_fence_destroys_all_that_it_can(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """And says when that was not all; the next one goes on."""
+    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
+    assert isinstance(link, MooncakeLink)
+    first, second = link._connections._pieces
+    held = first._native
+    with pytest.raises(BackendError, match="1 others hold it"):
+        link.fence()
+    assert (first._native, second._native) == (held, None)
+    del held
+    link.fence()
+    assert (first._native, link.fenced) == (None, True)
 
 
 def test_links_give_back_what_they_took(
