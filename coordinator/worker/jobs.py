@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from coordinator.messages import ConnectPeer, FencePeer, Revoke
@@ -84,9 +83,12 @@ class JobQueue:
         """Begin empty; ``peer`` is for the log."""
         self._peer = peer
         self._lock = threading.Lock()
+        # The same lock: a note has come. Not a ``SimpleQueue``: its ``get`` with a time-out waits for ever
+        # when that passes between its two looks at the clock (CPython 3.11).
+        self._noted = threading.Condition(self._lock)
         self._jobs: dict[int, Job] = {}
         self._ready: deque[Job] = deque()
-        self._notes: SimpleQueue[Note] = SimpleQueue()
+        self._notes: deque[Note] = deque()
         self._links = 0
         self._closed = False
 
@@ -104,7 +106,7 @@ class JobQueue:
                 return False
             if isinstance(note, ConnectPeer):
                 self._links += 1
-            self._notes.put(note)
+            self._note(note)
             return True
 
     def add(self, move: Move) -> str:
@@ -119,7 +121,7 @@ class JobQueue:
                 return f"{MAX_JOBS} moves to {self._peer} are waiting already"
             job = self._jobs[move.move] = Job(move, self._links)
             self._ready.append(job)
-            self._notes.put(None)
+            self._note(None)
         return ""
 
     def revoke(self, moves: Iterable[int]) -> list[int]:
@@ -138,24 +140,24 @@ class JobQueue:
                     del self._jobs[move]
                     dropped.append(move)
             if taken:
-                self._notes.put(Revoke(taken))
+                self._note(Revoke(taken))
         return dropped
 
     # --- for the lane's thread ----------------------------------------------------------------
 
-    def notes(self, timeout_s: float | None) -> Iterator[Note]:
-        """Yield what has come, after waiting for the first note, for ever when None."""
-        try:
-            yield self._notes.get(timeout=timeout_s)
-            while not self._notes.empty():
-                yield self._notes.get_nowait()
-        except Empty:
-            return
+    def notes(self, timeout_s: float | None) -> list[Note]:
+        """Take what has come, after waiting so long for the first note, for ever when None."""
+        with self._lock:
+            if not self._notes and timeout_s != 0.0:
+                self._noted.wait(timeout_s)
+            notes = list(self._notes)
+            self._notes.clear()
+        return notes
 
     @property
     def has_notes(self) -> bool:
         """Whether the lane should listen."""
-        return not self._notes.empty()
+        return bool(self._notes)
 
     @property
     def has_ready(self) -> bool:
@@ -202,5 +204,12 @@ class JobQueue:
     def close_if_empty(self) -> bool:
         """Close unless there is something to do; whether it is closed."""
         with self._lock:
-            self._closed = not self._jobs and self._notes.empty()
+            self._closed = not self._jobs and not self._notes
             return self._closed
+
+    # --- with the lock held --------------------------------------------------------------------
+
+    def _note(self, note: Note) -> None:
+        """Leave a note, and wake the lane's thread for it."""
+        self._notes.append(note)
+        self._noted.notify()

@@ -13,9 +13,9 @@ rounds next to each other, for other work on the host changes the speed of both;
 a handoff that is alone adds to its bare transfer time, from ``send`` to the outcome, also in pairs, of
 which ``overhead_us_p50_low`` and ``..._high`` are the quartiles. It is measured once for each engine, with
 handoffs of 1 MiB: what the coordinator adds does not grow with the size, but the time of a larger transfer
-varies by more than that from one to the next. ``bare_messages_us_p50`` is what the messages of one handoff
-take between as many processes and threads that do nothing else (``support/relay.py``), right after it: what
-any implementation adds at the least.
+varies by more than that from one to the next. ``least_us_p50`` is what is added when the same messages and
+the same bare transfer go through as many processes and threads that do nothing else (``support/relay.py``),
+right after it: what any implementation adds at the least.
 
 The figures are in a table for each case:
 
@@ -42,13 +42,22 @@ from backends.base import BackendUnavailableError
 from coordinator.messages import Role
 from scripts.benches import at_least, at_most
 from scripts.benches.support import bandwidth_ranks
-from scripts.benches.support.bandwidth_ranks import LAYOUT, POOL_PAGES, WINDOW, Case, Engine, Order
+from scripts.benches.support.bandwidth_ranks import (
+    LAYOUT,
+    POOL_PAGES,
+    WINDOW,
+    Case,
+    Engine,
+    Order,
+    geometry,
+    slots_of,
+)
 from scripts.benches.support.deployment import Deployment
 from scripts.benches.support.pairs import ratio, spread
-from scripts.benches.support.relay import relays_us
+from scripts.benches.support.relay import Cargo, relays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from scripts.benches import Arguments, Metrics, Target
     from scripts.benches.support.deployment import RankHandle, Tables
@@ -57,7 +66,7 @@ _PATIENCE_S: Final = 120.0
 #: A rank that has to wait for a core is not lost.
 _TABLES: Final[Tables] = {"rank": {"lost_after_s": 120.0}}
 #: What the overhead is measured with.
-_SMALL_MIB: Final = 1
+_ALONE: Final = Case("", 1, scattered=False)
 _MAX_HANDOFFS: Final = 128
 _ONE_THREAD: Final = "nixl_one_thread"
 
@@ -124,7 +133,7 @@ def run(arguments: Arguments) -> Metrics:
             if engine.table != _ONE_THREAD:
                 # Last, when everything is warm.
                 tables[engine.table] |= spread(pair.overheads_us(effort.alone), "overhead_us_p50")
-                tables[engine.table] |= spread(relays_us(effort.alone), "bare_messages_us_p50")
+                tables[engine.table] |= spread(pair.least_us(effort.alone), "least_us_p50")
             metrics |= tables
     return metrics
 
@@ -137,8 +146,10 @@ class Pair:
         (self._prefill,) = deployment.start(Role.PREFILL, "prefill", 1, pages=POOL_PAGES, layout=LAYOUT)
         (self._decode,) = deployment.start(Role.DECODE, "decode", 1, pages=POOL_PAGES, layout=LAYOUT)
         deployment.wait_ready()
+        self._engine = engine
         self._decode.tell(engine)
-        self._prefill.tell((engine, self._decode.hear(_PATIENCE_S)))
+        self._address = self._decode.hear(_PATIENCE_S)
+        self._prefill.tell((engine, self._address))
         self._prefill.hear(_PATIENCE_S)
         self._rooms = count(1)
         self._warm = False
@@ -164,9 +175,13 @@ class Pair:
 
     def overheads_us(self, handoffs: int) -> list[float]:
         """What the coordinator adds to each handoff when there is one at a time, in microseconds."""
-        case = Case("", _SMALL_MIB, scattered=False)
-        pairs = self._order(Order("alone", case, self._take(handoffs), handoffs))
-        return [1e6 * (through_s - bare_s) for bare_s, through_s in pairs]
+        return _added_us(self._order(Order("alone", _ALONE, self._take(handoffs), handoffs)))
+
+    def least_us(self, handoffs: int) -> list[float]:
+        """What messages and a bare transfer in another process add, in microseconds."""
+        here, there = slots_of(_ALONE, seed=1)[0], slots_of(_ALONE, seed=2)[0]
+        cargo = Cargo(self._engine.backend, self._engine.options, self._address, geometry(0), here, there)
+        return _added_us(relays(cargo, handoffs))
 
     def _rounds(self, case: Case, handoffs: int, effort: Effort) -> Iterator[tuple[float, float]]:
         """Seconds of a direct round and of one through the coordinator, next to each other."""
@@ -199,6 +214,11 @@ class Pair:
         for _ in range(rooms - 1):
             next(self._rooms)
         return first
+
+
+def _added_us(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """How much longer the second of each pair took, in microseconds."""
+    return [1e6 * (through_s - bare_s) for bare_s, through_s in pairs]
 
 
 def _check_arrival(decode: RankHandle) -> None:

@@ -26,7 +26,6 @@ LAYOUT: Final = Layout(layers=32, page_tokens=16, kv_heads=4, head_size=128, dty
 #: Pages that make 1 MiB, over all planes.
 MIB_PAGES: Final = (1 << 20) // (LAYOUT.planes * LAYOUT.page_bytes(1))
 POOL_PAGES: Final = WINDOW * 256 * MIB_PAGES
-_POLL_S: Final = 50e-6
 
 
 class Engine(NamedTuple):
@@ -56,11 +55,10 @@ class Order(NamedTuple):
 
 def pool_engine(rank: PrefillRank | DecodeRank, pool: KVPool, driver: Connection) -> None:
     """Do what the driver says."""
-    page_bytes = pool.layout.page_bytes(1)
     address = pool.regions[0].address
-    memory = bare.Memory(address, page_bytes, pool.layout.planes, pool.pages)
+    memory = geometry(address)
     words = np.ctypeslib.as_array((ctypes.c_uint64 * (pool.size_bytes // 8)).from_address(address))
-    blocks = words.reshape(memory.count, page_bytes // 8)
+    blocks = words.reshape(memory.count, memory.block_bytes // 8)
     if isinstance(rank, DecodeRank):
         blocks.fill(0)
         _decode(rank, memory, blocks, driver)
@@ -69,7 +67,12 @@ def pool_engine(rank: PrefillRank | DecodeRank, pool: KVPool, driver: Connection
         _prefill(rank, memory, driver)
 
 
-def _slots(case: Case, seed: int) -> list[NDArray[np.int32]]:
+def geometry(address: int) -> bare.Memory:
+    """Each rank's pool, at this address."""
+    return bare.Memory(address, LAYOUT.page_bytes(1), LAYOUT.planes, POOL_PAGES)
+
+
+def slots_of(case: Case, seed: int) -> list[NDArray[np.int32]]:
     """The pages of each handoff in flight; with other seeds, in another order when scattered."""
     pages = case.mib * MIB_PAGES
     order = np.arange(POOL_PAGES, dtype=np.int32)
@@ -86,7 +89,7 @@ def _decode(rank: DecodeRank, memory: bare.Memory, blocks: NDArray[np.uint64], d
     try:
         while True:
             order: Order = driver.recv()
-            slots = _slots(order.case, seed=2)
+            slots = slots_of(order.case, seed=2)
             blocks[:, 0] = blocks[:, -1] = 0
             rooms = range(order.first, order.first + order.handoffs)
             if order.what == "coordinator":
@@ -132,7 +135,7 @@ def _prefill(rank: PrefillRank, memory: bare.Memory, driver: Connection) -> None
     try:
         while True:
             order: Order = driver.recv()
-            here, there = _slots(order.case, seed=1), _slots(order.case, seed=2)
+            here, there = slots_of(order.case, seed=1), slots_of(order.case, seed=2)
             if order.what == "alone":
                 driver.send(_alone(rank, sender, order, here[0], there[0]))
                 continue
@@ -160,7 +163,7 @@ def _direct(
             moving.append((slot, sender.post(here[slot], there[slot])))
         left = [(slot, transfer) for slot, transfer in moving if not sender.done(transfer)]
         if len(left) == len(moving):
-            time.sleep(_POLL_S)
+            time.sleep(bare.POLL_S)
         free += [slot for slot, transfer in moving if (slot, transfer) not in left]
         moving = left
 
@@ -203,7 +206,7 @@ def _alone(
         began_s = time.monotonic()
         transfer = sender.post(here, there)
         while not sender.done(transfer):
-            time.sleep(_POLL_S)
+            time.sleep(bare.POLL_S)
         between_s = time.monotonic()
         rank.send(room, here, last=True)
         outcome = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import numpy as np
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from numpy.typing import NDArray
+
+#: How long to sleep between two questions after a transfer.
+POLL_S: Final = 50e-6
 
 
 @dataclass(frozen=True, slots=True)

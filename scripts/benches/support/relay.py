@@ -1,22 +1,24 @@
-"""The messages of one handoff, between processes and threads that do nothing else.
+"""One handoff without a coordinator's work: its messages and its bytes, by processes that do nothing else.
 
 What a handoff cannot do without: a call goes from the engine's thread to the rank's I/O thread, what it says
-to the coordinator's process, an order from there to the worker's, there to the thread that may block, and a
-report and a verdict come back the same way; the other engine hears the verdict, too. The sockets are of the
-kinds that the coordinator has, and the messages are those of a handoff. Nobody decides, plans, moves or logs
-anything.
+to the coordinator's process, an order from there to the worker's, there to the thread that may block, which
+has the bare engine write the pages; a report and a verdict come back the same way, and the other engine hears
+the verdict, too. The sockets are of the kinds that the coordinator has, and the messages are those of a
+handoff. Nobody decides, plans or logs anything.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import zmq
 
 from coordinator import messages
@@ -33,32 +35,79 @@ from coordinator.messages import (
     decode_from_peer,
     decode_to_worker,
 )
+from scripts.benches.support import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
+
+    from numpy.typing import NDArray
 
 _RANK: Final = b"rank"
 _WORKER: Final = b"worker"
 _TOPICS: Final = (b"prefill\0", b"decode\0")
-_PAGES: Final = bytes(64 * messages.PAGE_BYTES)
 _WARM: Final = 50
-#: Between two of them; a transfer takes as long.
-_PAUSE_S: Final = 0.001
-_PATIENCE_MS: Final = 30_000
+_PATIENCE_MS: Final = 60_000
 
 
-def relays_us(count: int) -> list[float]:
-    """Microseconds from a call in the engine's thread until its verdict is there, ``count`` times."""
+class Cargo(NamedTuple):
+    """What is written, and to where.
+
+    Attributes:
+        backend: whose bare engine.
+        options: of the backend.
+        address: of a receiver, whose pool has the same geometry.
+        geometry: of the pool; its address is of no use here.
+        source: pages that each handoff reads, int32.
+        destination: pages that it writes, int32.
+
+    """
+
+    backend: str
+    options: Mapping[str, object]
+    address: bytes
+    geometry: bare.Memory
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+
+
+class _Carrier:
+    """Memory, and a bare engine that writes the cargo out of it."""
+
+    def __init__(self, cargo: Cargo) -> None:
+        self._cargo = cargo
+        self._memory = mmap.mmap(-1, cargo.geometry.size_bytes)
+        octets = np.frombuffer(self._memory, np.uint8)
+        memory = bare.Memory(
+            octets.ctypes.data, cargo.geometry.block_bytes, cargo.geometry.planes, cargo.geometry.pages
+        )
+        octets.reshape(memory.count, memory.block_bytes)[memory.blocks(cargo.source)] = 1
+        self._sender = bare.sender(cargo.backend, cargo.options, memory, cargo.address)
+
+    def carry(self) -> None:
+        """Write all of it, and wait until it has arrived."""
+        transfer = self._sender.post(self._cargo.source, self._cargo.destination)
+        while not self._sender.done(transfer):
+            time.sleep(bare.POLL_S)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def relays(cargo: Cargo, count: int) -> list[tuple[float, float]]:
+    """Seconds of a bare transfer and of a relayed one after it, ``count`` times.
+
+    The second goes from a call in the engine's thread until its verdict is there.
+    """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kvc-bare-") as directory:
         addresses = (f"ipc://{directory}/control", f"ipc://{directory}/outcomes")
         ours, theirs = spawn.Pipe()
         rounds = _WARM + count
         processes = [
-            spawn.Process(target=_coordinator, args=(addresses, rounds)),
-            spawn.Process(target=_worker, args=(addresses, rounds)),
-            spawn.Process(target=_rank, args=(addresses, rounds, theirs)),
+            spawn.Process(target=_coordinator, args=(addresses, rounds, cargo)),
+            spawn.Process(target=_worker, args=(addresses, rounds, cargo)),
+            spawn.Process(target=_rank, args=(addresses, rounds, cargo, theirs)),
             spawn.Process(target=_other_rank, args=(addresses, rounds)),
         ]
         started = []
@@ -69,12 +118,12 @@ def relays_us(count: int) -> list[float]:
             if not ours.poll(_PATIENCE_MS / 1000):
                 message = f"the bare messages did not come back within {_PATIENCE_MS} ms"
                 raise TimeoutError(message)
-            times_us: list[float] = ours.recv()
+            times: list[tuple[float, float]] = ours.recv()
         finally:
             for process in started:
                 process.join(5)
                 process.kill()
-    return times_us[_WARM:]
+    return times[_WARM:]
 
 
 class _Bell:
@@ -90,8 +139,14 @@ class _Bell:
         os.eventfd_read(self.descriptor)
 
 
-def _coordinator(addresses: tuple[str, str], rounds: int) -> None:
+def _packed(cargo: Cargo) -> bytes:
+    """As many page numbers as a message has."""
+    return cargo.source.astype("<i4").tobytes()
+
+
+def _coordinator(addresses: tuple[str, str], rounds: int, cargo: Cargo) -> None:
     """Answer each call with an order to the worker, and each report with a verdict to both ranks."""
+    pages = _packed(cargo)
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as control,
@@ -106,7 +161,7 @@ def _coordinator(addresses: tuple[str, str], rounds: int) -> None:
         control.send_multipart([_RANK, b"both are here"])
         for room in range(1, rounds + 1):
             decode_from_peer(_receive(control)[1])
-            order = Commands([Move(room, "decode/0", _PAGES, _PAGES)])
+            order = Commands([Move(room, "decode/0", pages, pages)])
             control.send_multipart([_WORKER, messages.encode(order)])
             decode_from_peer(_receive(control)[1])
             for topic in _TOPICS:
@@ -115,8 +170,9 @@ def _coordinator(addresses: tuple[str, str], rounds: int) -> None:
         outcomes.close(1000)
 
 
-def _worker(addresses: tuple[str, str], rounds: int) -> None:
-    """Hand each order to a thread, and report when it has had it."""
+def _worker(addresses: tuple[str, str], rounds: int, cargo: Cargo) -> None:
+    """Hand each order to a thread, and report when that has obeyed it."""
+    carrier = _Carrier(cargo)
     orders: SimpleQueue[messages.ToWorker] = SimpleQueue()
     report = Reports([MoveDone(1, 1 << 20, 0.001)])
     bell = _Bell()
@@ -124,7 +180,9 @@ def _worker(addresses: tuple[str, str], rounds: int) -> None:
     def lane() -> None:
         for _ in range(rounds):
             orders.get()
+            carrier.carry()
             bell.ring()
+        carrier.close()
 
     threading.Thread(target=lane, daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
@@ -141,10 +199,11 @@ def _worker(addresses: tuple[str, str], rounds: int) -> None:
         line.close(1000)
 
 
-def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
-    """Be an engine that hands over one thing after the other."""
+def _rank(addresses: tuple[str, str], rounds: int, cargo: Cargo, driver: Connection) -> None:
+    """Be an engine that hands over one thing after the other, and writes each by itself before."""
+    carrier, pages = _Carrier(cargo), _packed(cargo)
     bell, verdicts, ready = _Bell(), SimpleQueue[Broadcast](), threading.Event()
-    call = Submit(1, 1, 0, 0, listening=True, items=[Send(1, 0, _PAGES, last=True)])
+    call = Submit(1, 1, 0, 0, listening=True, items=[Send(1, 0, pages, last=True)])
 
     def io_thread() -> None:
         with (
@@ -170,15 +229,17 @@ def _rank(addresses: tuple[str, str], rounds: int, driver: Connection) -> None:
     thread = threading.Thread(target=io_thread, daemon=True)
     thread.start()
     ready.wait(_PATIENCE_MS / 1000)
-    times_us = []
+    times = []
     for _ in range(rounds):
-        time.sleep(_PAUSE_S)
         began_s = time.monotonic()
+        carrier.carry()
+        between_s = time.monotonic()
         bell.ring()
         verdicts.get()
-        times_us.append(1e6 * (time.monotonic() - began_s))
+        times.append((between_s - began_s, time.monotonic() - between_s))
     thread.join(5)
-    driver.send(times_us)
+    carrier.close()
+    driver.send(times)
 
 
 def _other_rank(addresses: tuple[str, str], rounds: int) -> None:
