@@ -168,6 +168,9 @@ class Handoff:
                 self._carry_out(effect)
         finally:
             self._due = None
+            if self.complete_at_s:
+                # Last of all: so the loop sends what has to be sent before it runs the task.
+                self._prefill_complete.set()
 
     def _carry_out(self, effect: Effect) -> None:
         desk = self._desk
@@ -176,7 +179,6 @@ class Handoff:
                 self._start(effect)
             case StartClock():
                 self.complete_at_s = self._started_at_s = self._now_s()
-                self._prefill_complete.set()
                 desk.prefill_completed(self)
             case AllMoving():
                 if not self.machine.state.terminal:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from coordinator.config import HandoffBounds
-from coordinator.events import Aborted, Moved, MoveFailed, Offered, Paired, Sent
+from coordinator.events import Aborted, Moved, MoveFailed, MoveQuiet, Offered, Paired, Sent
 from coordinator.handoff import Handoff
+from coordinator.messages import Role
 from coordinator.reasons import Failure, Reason
 from tests.support.waiting import eventually_async
 
@@ -16,7 +18,6 @@ from .support import PAIRS, packed
 
 if TYPE_CHECKING:
     from coordinator.events import Event, Leg, StartMove
-    from coordinator.messages import Role
 
 DOWN = Failure(Reason.CONNECT, "", "the way to this rank is down")
 
@@ -99,6 +100,29 @@ async def test_the_verdict_is_told_before_the_release(down: tuple[Leg, ...]) -> 
     second = Sent(1, packed(12, 13), last=False)
     notes = await carried_out(Notebook(*down), *SPOKEN, second, Paired(PAIRS))
     assert notes == ["concluded rejected", "revoke (0,)", *BOTH]
+
+
+async def test_what_is_to_be_sent_goes_out_before_the_task_runs() -> None:
+    """The task has only a clock to start, and a worker waits."""
+    clocks = []
+
+    class Sender(Notebook):
+        def start_move(self, handoff: Handoff, move: StartMove) -> None:
+            super().start_move(handoff, move)
+            asyncio.get_running_loop().call_soon(lambda: clocks.append(handoff._clock))
+
+    desk = Sender()
+    handoff = Handoff(7, 1, desk)
+    for event in (*SPOKEN[:2], Paired(PAIRS)):
+        handoff.apply(event)
+    await asyncio.sleep(0)
+    handoff.apply(Sent(0, packed(10), last=True))
+    await eventually_async(lambda: handoff._clock is not None)
+    assert clocks == [None]
+    handoff.apply(Aborted(DOWN))
+    for side in Role:
+        handoff.apply(MoveQuiet(0, side))
+    await eventually_async(lambda: desk.notes[-1] == "closed")
 
 
 async def test_a_refusal_is_for_the_sender_alone() -> None:
