@@ -17,7 +17,7 @@ Incarnations
     endpoint. Each process that receives has a random incarnation, which is in its endpoint. ``connect``
     makes all connections that the link will ever have, without a write, and then fails unless that very
     process says that it is there. A link posts only what finds one of these connections idle, so its
-    engine never connects again. And it looks, before it posts and while it is polled, whether the process
+    engines never connect again. And it looks, before it posts and while it is polled, whether the process
     is still there, and is fenced when it is not. (All this is for TCP. With RDMA connections are Mooncake's
     own affair.)
 
@@ -188,7 +188,7 @@ class MooncakeBackend(Backend):
         )
 
     def connect(self, peer: str, endpoint: bytes) -> Link:
-        """See ``Backend.connect``; it waits until the peer's engine has answered."""
+        """See ``Backend.connect``; it waits until all of the peer's engines have answered."""
         self._check_started()
         if not self._sends:
             message = "connect needs an engine started with sends=True"

@@ -76,7 +76,7 @@ class MooncakeLink(Link):
         self._asked_s = 0.0
         self._lock = threading.Lock()
         self.fenced = False
-        # Why it was.
+        # Why nothing is posted any more; it is not fenced yet when its engines could not be destroyed.
         self._end = ""
 
     @property
@@ -88,9 +88,9 @@ class MooncakeLink(Link):
         """See ``Link.write``."""
         check_parts(parts, self._local_bytes, self._remote_bytes)
         with self._lock:
-            if not self.fenced:
+            if not self._end:
                 self._look()
-            if self.fenced:
+            if self._end:
                 message = f"{self._end}; connect anew"
                 raise PeerDisconnectedError(message)
             if len(self._moving) >= MAX_OUTSTANDING:
@@ -112,7 +112,10 @@ class MooncakeLink(Link):
                 transfer.asked = True
                 return
             try:
-                self._advance()
+                if self._end:
+                    self._lose(self._end)
+                else:
+                    self._advance()
             except BackendError as error:
                 self._lose(str(error))
             transfer.asked = True
@@ -123,7 +126,7 @@ class MooncakeLink(Link):
             message = f"the link to {self.peer} is in a native call that does not return"
             raise BackendError(message)
         try:
-            self._fence(PeerDisconnectedError(f"the link to {self.peer} was fenced"))
+            self._fence(f"the link to {self.peer} was fenced")
         finally:
             self._lock.release()
 
@@ -136,9 +139,9 @@ class MooncakeLink(Link):
         ended = self._sweep()
         if ended or self._question or time.monotonic() - self._looked_s > _LOOK_S:
             self._look()
-        if self._question and not self.fenced:
+        if self._question and not self._end:
             self._judge()
-        if not self.fenced:
+        if not self._end:
             self._feed()
             self._settle()
 
@@ -217,21 +220,23 @@ class MooncakeLink(Link):
 
     def _lose(self, why: str) -> None:
         """Fence, because the link is of no use; nobody asked for it, so nobody is told when it fails."""
+        again = bool(self._end)
         try:
-            self._fence(PeerDisconnectedError(f"the link to {self.peer} is over: {why}"))
+            self._fence(f"the link to {self.peer} is over: {why}")
         except BackendError:
-            # Its transfers stay unsettled, and the owner's own fence will say it again.
-            logger.exception("the link to %s is dead and cannot be fenced", self.peer)
+            # Its transfers stay unsettled. Each poll tries again; the owner's own fence will say it again.
+            if not again:
+                logger.exception("the link to %s is dead and cannot be fenced", self.peer)
 
-    def _fence(self, error: PeerDisconnectedError) -> None:
-        """Destroy the engines; every transfer that moves ends with ``error``."""
+    def _fence(self, why: str) -> None:
+        """Destroy the engines; every transfer that moves ends with ``why``, or why it was over before."""
         if self.fenced:
             return
+        self._end = self._end or why
         self._connections.destroy()
         self._presence.close()
         self.fenced = True
-        self._end = str(error)
         for transfer in self._moving:
-            transfer.end(error)
+            transfer.end(PeerDisconnectedError(self._end))
         self._moving.clear()
         self._queue.clear()

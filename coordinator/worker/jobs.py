@@ -145,14 +145,14 @@ class JobQueue:
 
     # --- for the lane's thread ----------------------------------------------------------------
 
-    def notes(self, timeout_s: float | None) -> list[Note]:
-        """Take what has come, after waiting so long for the first note, for ever when None."""
+    def notes(self, timeout_s: float | None) -> Iterator[Note]:
+        """Yield what has come, after waiting so long for the first note, for ever when None."""
         with self._lock:
-            if not self._notes and timeout_s != 0.0:
+            if not self._notes:
                 self._noted.wait(timeout_s)
-            notes = list(self._notes)
-            self._notes.clear()
-        return notes
+        # Also those that come meanwhile. Nobody else takes any.
+        while self._notes:
+            yield self._notes.popleft()
 
     @property
     def has_notes(self) -> bool:

@@ -224,8 +224,8 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Watch every engine."""
         self.sizes_bytes: list[int] = []
-        # Of one engine.
-        self.most = 0
+        # Pieces that each engine had at a time, at most.
+        self.most: Counter[Engine] = Counter()
         self.most_bytes = 0
         self.wrong: list[str] = []
         self._moving: dict[Engine, dict[int, int]] = {}
@@ -235,7 +235,7 @@ class Watched:
             number = submit(engine, name, source, destination, size_bytes)
             moving = self._moving.setdefault(engine, {})
             moving[number] = size_bytes
-            self.most = max(self.most, len(moving))
+            self.most[engine] = max(self.most[engine], len(moving))
             under_way = sum(sum(pieces.values()) for pieces in self._moving.values())
             self.most_bytes = max(self.most_bytes, under_way)
             self.sizes_bytes.append(size_bytes)
@@ -280,7 +280,7 @@ def test_ids_are_few_and_asked_after_until_their_end_and_never_again(
         until_done(transfer)
         transfer.poll()
     assert not watched.wrong
-    assert watched.most == CONNECTIONS // ENGINES
+    assert list(watched.most.values()) == [CONNECTIONS // ENGINES] * ENGINES
     assert watched.unended == 0
     assert len(watched.sizes_bytes) == 4 * 256
 
@@ -716,6 +716,79 @@ def test_a_fence_destroys_all_that_it_can(
     del held
     link.fence()
     assert (first._native, link.fenced) == (None, True)
+
+
+def test_a_link_that_cannot_be_fenced_posts_nothing_and_settles_later(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every poll tries again, and says nothing more of it."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    assert isinstance(link, MooncakeLink)
+    transfer = link.write([whole(LARGE_BYTES)])
+    held = next(iter(link._connections._pieces))._native
+    peer.kill()
+    for _ in range(3):
+        transfer.poll()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "the link to peer is dead and cannot be fenced"
+    ]
+    assert (transfer.status, transfer.settled) == (Status.MOVING, False)
+    with pytest.raises(PeerDisconnectedError, match=r"over: it(s|) .*connection"):
+        link.write([whole(MIB)])
+    del held
+    assert transfer.poll() is Status.FAILED
+    assert transfer.settled
+    assert link.fenced
+
+
+def test_a_link_that_could_not_be_fenced_is_fenced_by_the_next_poll(
+    make_peer: MakePeer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """Though its peer is there, and nothing of it ends."""
+    peer = make_peer(LARGE_BYTES)
+    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
+    assert isinstance(link, MooncakeLink)
+    peer.stop()
+    transfer = link.write([whole(LARGE_BYTES)])
+    held = [engine._native for engine in link._connections._pieces]
+    with pytest.raises(BackendError, match="1 others hold it; .* 1 others hold it"):
+        link.fence()
+    assert transfer.poll() is Status.MOVING
+    held.clear()
+    assert transfer.poll() is Status.FAILED
+    assert "was fenced" in str(transfer.error)
+    assert transfer.settled
+    peer.go_on()
+
+
+@pytest.mark.parametrize("which", range(ENGINES))
+def test_an_engine_that_does_not_know_what_became_of_a_write_ends_the_link(
+    which: int, peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """It is destroyed, though what it said has passed through here."""
+
+    class Ignorant:
+        def __init__(self, native: object) -> None:
+            self._native = native
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._native, name)
+
+        def transfer_check_status(self, number: int) -> int:
+            message = f"no {number}"
+            raise RuntimeError(message)
+
+    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
+    assert isinstance(link, MooncakeLink)
+    engine = list(link._connections._pieces)[which]
+    engine._native = Ignorant(engine._native)
+    transfer = link.write([every_other(MIB)])
+    assert until_terminal(transfer) is Status.FAILED
+    assert isinstance(transfer.error, PeerDisconnectedError)
+    assert "cannot say what became of a write: no " in str(transfer.error)
+    assert transfer.settled
+    assert link.fenced
 
 
 def test_links_give_back_what_they_took(

@@ -51,7 +51,7 @@ def test_a_job_waits_for_the_connect_that_was_queued_before_it(queue: JobQueue) 
 
     assert numbers(queue, 1) == [1]
     assert [job.move.move for job in queue.take_all(1)] == [1]
-    assert queue.notes(0.0) == [CONNECT, None, CONNECT, None]
+    assert list(queue.notes(0.0)) == [CONNECT, None, CONNECT, None]
     assert numbers(queue, 2) == [2]
 
 
@@ -61,10 +61,10 @@ def test_a_job_that_nobody_took_is_dropped_and_one_that_was_taken_is_announced(
     for number in (1, 2, 3):
         queue.add(a_move(number))
     queue.next(1)
-    queue.notes(0.0)
+    list(queue.notes(0.0))
 
     assert queue.revoke([1, 2, 9]) == [2]
-    assert queue.notes(0.0) == [Revoke([1])]
+    assert list(queue.notes(0.0)) == [Revoke([1])]
     assert numbers(queue, 1) == [3]
     assert queue.get(2) is None
 
@@ -78,9 +78,9 @@ def test_a_full_queue_refuses(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_closes_only_when_nothing_is_left_and_accepts_nothing_then(queue: JobQueue) -> None:
     assert not queue.close_if_empty()
-    queue.notes(0.0)
+    list(queue.notes(0.0))
     queue.add(a_move(1))
-    queue.notes(0.0)
+    list(queue.notes(0.0))
     assert not queue.close_if_empty()
     job = queue.next(1)
     assert job is not None
@@ -93,8 +93,8 @@ def test_it_closes_only_when_nothing_is_left_and_accepts_nothing_then(queue: Job
 
 
 def test_notes_end_when_none_came_in_time(queue: JobQueue) -> None:
-    assert queue.notes(0.0) == [CONNECT]
-    assert queue.notes(0.001) == []
+    assert list(queue.notes(0.0)) == [CONNECT]
+    assert list(queue.notes(0.001)) == []
     assert not queue.has_notes
 
 
@@ -116,7 +116,7 @@ def test_a_wait_ends_also_when_its_time_is_over_before_it_has_begun() -> None:
 
 @pytest.mark.parametrize("note", [FencePeer("decode/0"), None])
 def test_a_note_ends_a_wait(queue: JobQueue, note: FencePeer | None) -> None:
-    queue.notes(0.0)
+    list(queue.notes(0.0))
     heard: list[object] = []
     thread = threading.Thread(target=lambda: heard.extend(queue.notes(None)), daemon=True)
     thread.start()

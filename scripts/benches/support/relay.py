@@ -115,8 +115,10 @@ def relays(cargo: Cargo, count: int) -> list[tuple[float, float]]:
             for process in processes:
                 process.start()
                 started.append(process)
+            # So that the end of the rank ends the wait.
+            theirs.close()
             if not ours.poll(_PATIENCE_MS / 1000):
-                message = f"the bare messages did not come back within {_PATIENCE_MS} ms"
+                message = f"the relayed transfers are not over within {_PATIENCE_MS} ms"
                 raise TimeoutError(message)
             times: list[tuple[float, float]] = ours.recv()
         finally:
@@ -182,9 +184,9 @@ def _worker(addresses: tuple[str, str], rounds: int, cargo: Cargo) -> None:
             orders.get()
             carrier.carry()
             bell.ring()
-        carrier.close()
 
-    threading.Thread(target=lane, daemon=True).start()
+    thread = threading.Thread(target=lane, daemon=True)
+    thread.start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.ROUTING_ID, _WORKER)
         line.connect(addresses[0])
@@ -197,6 +199,8 @@ def _worker(addresses: tuple[str, str], rounds: int, cargo: Cargo) -> None:
             rounds,
         )
         line.close(1000)
+    thread.join(5)
+    carrier.close()
 
 
 def _rank(addresses: tuple[str, str], rounds: int, cargo: Cargo, driver: Connection) -> None:
