@@ -752,7 +752,7 @@ def test_a_link_that_could_not_be_fenced_is_fenced_by_the_next_poll(
     peer.stop()
     transfer = link.write([whole(LARGE_BYTES)])
     held = [engine._native for engine in link._connections._pieces]
-    with pytest.raises(BackendError, match="1 others hold it; .* 1 others hold it"):
+    with pytest.raises(BackendError, match=r"1 others hold it; .* 1 others hold it"):
         link.fence()
     assert transfer.poll() is Status.MOVING
     held.clear()
