@@ -275,6 +275,7 @@ class Agent:
         # Only this frame and the call below may hold it, or it would live on.
         holders = sys.getrefcount(native)
         if holders > 2:  # noqa: PLR2004 - those two
-            self._native = native
+            # Nor may the error hold it, through its traceback.
+            self._native, native = native, None
             message = f"the engine cannot be destroyed: {holders - 2} others hold it"
             raise BackendError(message)

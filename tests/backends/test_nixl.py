@@ -34,7 +34,7 @@ from tests.support.descriptors import open_files
 pytest.importorskip("backends.nixl", reason="the nixl wheel is not installed", exc_type=ImportError)
 
 from backends.nixl import NixlBackend
-from backends.nixl_link import Endpoint
+from backends.nixl_link import Endpoint, NixlLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,6 +241,20 @@ def test_a_peer_that_stays_stopped_is_lost(
         assert time.monotonic() - started_s < 2 * 2 + 2
         assert isinstance(transfer.error, PeerDisconnectedError)
         assert transfer.settled
+
+
+def test_a_link_that_could_not_be_fenced_can_be_later(
+    peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
+) -> None:
+    """What told of it does not hold the engine."""
+    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
+    assert isinstance(link, NixlLink)
+    held = link._agent._native
+    with pytest.raises(BackendError, match="1 others hold it") as told:
+        link.fence()
+    del held
+    link.fence()
+    assert link.fenced, told
 
 
 def test_without_a_fence_new_bytes_do_land(
