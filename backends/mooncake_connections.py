@@ -32,7 +32,7 @@ DEPTH_BYTES: Final = 16 << 20
 
 
 def files_for_each(receivers: int) -> int:
-    """How many files a peer with so many receiving engines opens for each link to it."""
+    """How many connections, each a file, a peer with so many receiving engines has for each link to it."""
     return ENGINES * LANES * receivers
 
 

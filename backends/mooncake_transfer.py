@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from backends.base import BackendError, Status, Transfer
 from backends.descriptors import merged_runs
+from backends.owned import OwnedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from backends.base import Part, Region
+    from backends.base import BackendError, Part, Region, Status
     from backends.descriptors import Runs
     from backends.mooncake_endpoint import RemoteRegion
     from backends.mooncake_link import MooncakeLink
@@ -23,7 +23,7 @@ Piece: TypeAlias = tuple[int, int, int]
 _PIECE_BYTES: Final = 1 << 20
 
 
-class MooncakeTransfer(Transfer):
+class MooncakeTransfer(OwnedTransfer):
     """A write: pieces that wait, and pieces that the engines have."""
 
     __slots__ = ("_link", "asked", "broken", "in_engine", "pieces", "waiting")
@@ -53,16 +53,9 @@ class MooncakeTransfer(Transfer):
         return self.status
 
     def end(self, error: BackendError | None) -> None:
-        """Nothing moves any more: done, or failed with ``error`` unless it had failed before."""
-        if error is not None and self.error is None:
-            self.error = error
-        self.status = Status.DONE if self.error is None else Status.FAILED
-        self.settled = True
+        """See ``OwnedTransfer.end``."""
+        super().end(error)
         self.waiting = False
-
-    def fail(self, error: BackendError) -> None:
-        """It failed, and something may still move."""
-        self.error, self.status = error, Status.FAILED
 
 
 def cut(parts: Sequence[Part], local: Sequence[Region], remote: Sequence[RemoteRegion]) -> Iterator[Piece]:

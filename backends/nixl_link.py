@@ -24,6 +24,7 @@ from backends.base import (
     TransferError,
 )
 from backends.descriptors import all_blocks, check_parts
+from backends.owned import OwnedTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +135,7 @@ class Due(NamedTuple):
     timeout_s: float
 
 
-class NixlTransfer(Transfer):
+class NixlTransfer(OwnedTransfer):
     """A write: one native request for each pair of grids."""
 
     __slots__ = ("_link", "requests")
@@ -153,16 +154,9 @@ class NixlTransfer(Transfer):
         return self.status
 
     def end(self, error: BackendError | None) -> None:
-        """Nothing moves any more: done, or failed with ``error`` unless it had failed before."""
-        if error is not None and self.error is None:
-            self.error = error
-        self.status = Status.DONE if self.error is None else Status.FAILED
-        self.settled = True
+        """See ``OwnedTransfer.end``."""
+        super().end(error)
         self.requests = []
-
-    def fail(self, error: BackendError) -> None:
-        """It failed, and something may still move."""
-        self.error, self.status = error, Status.FAILED
 
 
 class NixlLink(Link):

@@ -77,6 +77,13 @@ def every_other(size_bytes: int, blocks: int | None = None) -> Part:
     return Part(grid, numbers, grid, numbers)
 
 
+def linked(backend: Backend, peer: Peer) -> MooncakeLink:
+    """A link, of which the engines are looked at."""
+    link = backend.connect("peer", peer.endpoint)
+    assert isinstance(link, MooncakeLink)
+    return link
+
+
 def changed(endpoint: bytes, **fields: Any) -> bytes:  # noqa: ANN401 - any field of an endpoint
     """The endpoint with other fields."""
     return msgspec.msgpack.encode(msgspec.structs.replace(decode("peer", endpoint), **fields))
@@ -706,8 +713,7 @@ def test_a_fence_destroys_all_that_it_can(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:
     """And says when that was not all; the next one goes on."""
-    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
-    assert isinstance(link, MooncakeLink)
+    link = linked(make_sender(make_memory(MIB)), peer)
     first, second = link._connections._pieces
     held = first._native
     with pytest.raises(BackendError, match="1 others hold it"):
@@ -723,8 +729,7 @@ def test_a_link_that_cannot_be_fenced_posts_nothing_and_settles_later(
 ) -> None:
     """Every poll tries again, and says nothing more of it."""
     peer = make_peer(LARGE_BYTES)
-    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
-    assert isinstance(link, MooncakeLink)
+    link = linked(make_sender(make_memory(LARGE_BYTES)), peer)
     transfer = link.write([whole(LARGE_BYTES)])
     held = next(iter(link._connections._pieces))._native
     peer.kill()
@@ -747,8 +752,7 @@ def test_a_link_that_could_not_be_fenced_is_fenced_by_the_next_poll(
 ) -> None:
     """Though its peer is there, and nothing of it ends."""
     peer = make_peer(LARGE_BYTES)
-    link = make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint)
-    assert isinstance(link, MooncakeLink)
+    link = linked(make_sender(make_memory(LARGE_BYTES)), peer)
     peer.stop()
     transfer = link.write([whole(LARGE_BYTES)])
     held = [engine._native for engine in link._connections._pieces]
@@ -779,8 +783,7 @@ def test_an_engine_that_does_not_know_what_became_of_a_write_ends_the_link(
             message = f"no {number}"
             raise RuntimeError(message)
 
-    link = make_sender(make_memory(MIB)).connect("peer", peer.endpoint)
-    assert isinstance(link, MooncakeLink)
+    link = linked(make_sender(make_memory(MIB)), peer)
     engine = list(link._connections._pieces)[which]
     engine._native = Ignorant(engine._native)
     transfer = link.write([every_other(MIB)])
