@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
@@ -22,8 +21,9 @@ import numpy as np
 from backends.base import BackendError, BackendUnavailableError, PeerDisconnectedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from importlib.machinery import ModuleSpec
+    from types import TracebackType
 
     from backends.base import BlockIndex, Grid, Region
 
@@ -105,6 +105,37 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
     _environment = dict(wanted)
 
 
+class _Mapped:
+    """See ``Agent.mapped``. A generator would cost twice as much, and a small write takes three of these."""
+
+    __slots__ = ("_disconnect", "_error_type", "_errors", "_what")
+
+    def __init__(
+        self,
+        errors: tuple[type[Exception], ...],
+        disconnect: type[Exception],
+        what: str,
+        error_type: type[BackendError],
+    ) -> None:
+        self._errors = errors
+        self._disconnect = disconnect
+        self._what = what
+        self._error_type = error_type
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, self._disconnect):
+            message = f"{self._what}: the peer is gone ({error})"
+            raise PeerDisconnectedError(message) from None
+        if isinstance(error, self._errors):
+            message = f"{self._what}: {error}"
+            raise self._error_type(message) from None
+
+
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
     """How an agent is made.
@@ -156,17 +187,9 @@ class Agent:
             self._native = self._bindings.nixlAgent(settings.name, config)
             self._plugin = self._native.createBackend(_PLUGIN, {})
 
-    @contextmanager
-    def mapped(self, what: str, error_type: type[BackendError] = BackendError) -> Iterator[None]:
+    def mapped(self, what: str, error_type: type[BackendError] = BackendError) -> _Mapped:
         """Turn native exceptions into ``error_type``, or ``PeerDisconnectedError`` where it is one."""
-        try:
-            yield
-        except self._bindings.nixlRemoteDisconnectError as error:
-            message = f"{what}: the peer is gone ({error})"
-            raise PeerDisconnectedError(message) from None
-        except self._errors as error:
-            message = f"{what}: {error}"
-            raise error_type(message) from None
+        return _Mapped(self._errors, self._bindings.nixlRemoteDisconnectError, what, error_type)
 
     def _segment(self, memory: str) -> Any:  # noqa: ANN401 - a native enum
         """The native kind of ``"host"`` or ``"cuda"`` memory."""

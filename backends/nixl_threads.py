@@ -211,4 +211,6 @@ class ThreadedLink(Link):
     def _give_back(self, link: NixlLink) -> None:
         with self._changed:
             self._free.append(link)
-            self._changed.notify_all()
+            if self._queue:
+                # Not for nothing: who is awake needs the interpreter, and takes it from the owner.
+                self._changed.notify()

@@ -97,10 +97,14 @@ class ControlLoop:
             frames = wire.receive(self._socket)
             if frames is None:
                 return
+            # Asked before a lane is woken: from then on it waits for the interpreter until we sleep.
+            has_more = wire.waiting(self._socket)
             try:
                 self._obey(frames)
             except ProtocolError as error:
                 _log.error("ignored from the coordinator: %s", error)
+            if not has_more:
+                return
 
     def _obey(self, frames: list[bytes]) -> None:
         if len(frames) != 1:

@@ -182,6 +182,17 @@ def test_small_writes_do_without_a_free_agent(
         until_done(transfer)
 
 
+def test_small_writes_wake_no_thread(peer: Peer, make_memory: MakeMemory, make_sender: MakeSender) -> None:
+    """One that is woken for nothing takes the interpreter from the owner."""
+    link = threaded(make_sender(make_memory(LARGE_BYTES)).connect("peer", peer.endpoint))
+    waiters = link._changed._waiters  # type: ignore[attr-defined]
+    eventually(lambda: len(waiters) == 2, PATIENCE_S, "both threads wait")
+    asleep = list(waiters)
+    for _ in range(20):
+        until_done(link.write([whole(MIB)]))
+    assert list(waiters) == asleep
+
+
 def test_a_write_that_was_called_too_early_is_called_again(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:
