@@ -13,7 +13,7 @@ import coordinator
 from coordinator import logs
 from coordinator.events import State
 from coordinator.messages import Role
-from coordinator.transfers import RouteState
+from coordinator.routes import RouteState
 from coordinator.worker.supervisor import WorkerState
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from coordinator.metrics import Counters
     from coordinator.quarantine import Quarantine
     from coordinator.rooms import Rooms
-    from coordinator.transfers import Crew, Transfers
+    from coordinator.routes import Crew
+    from coordinator.transfers import Transfers
 
 #: A handoff that is over its deadline by this much is not late, it is stuck.
 STUCK_S: Final = 5.0

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from coordinator.config import RankBounds, ReleaseBounds
     from coordinator.handoff import Handoff
     from coordinator.quarantine import Quarantine
-    from coordinator.transfers import Flight, Route, Transfers
+    from coordinator.routes import Route
+    from coordinator.transfers import Flight, Transfers
 
 _log = get_logger()
 
@@ -149,7 +150,7 @@ class Releases:
             _log.warning(
                 "release.fence", room=handoff.room, attempt=handoff.machine.attempt, route=route.name
             )
-            self._transfers.fence(route)
+            self._transfers.routes.fence(route)
 
     def _kill(self, handoff: Handoff) -> None:
         for worker in _each(flight.route.crew.worker for flight in handoff.flights.values()):

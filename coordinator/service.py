@@ -202,14 +202,14 @@ class Service:
         for prefill, decode, leg in self._legs_of(rank):
             source, target = prefill.ranks[leg[0]], decode.ranks[leg[1]]
             if source is not None and target is not None and source.alive and target.alive:
-                self.transfers.connect(source, target)
+                self.transfers.routes.open(source, target)
 
     def lost(self, rank: Rank, reason: Reason, message: str) -> None:
         """Fail the handoffs of a rank's group."""
         self.control.forget(rank)
         self.rooms.fail_all(rank.group.handoffs, reason, message, rank.name)
         if rank.group.role is Role.DECODE:
-            self.transfers.rank_lost(rank)
+            self.transfers.routes.rank_lost(rank)
         self.control.note(rank.group)
 
     def gone(self, rank: Rank) -> None:
@@ -224,7 +224,7 @@ class Service:
     def forgotten(self, rank: Rank) -> None:
         """Keep no link to a rank that did not come back, and no worker for it, unless it still moves."""
         if rank.group.role is Role.DECODE:
-            self.transfers.forget(rank)
+            self.transfers.routes.forget(rank)
         elif rank in self.transfers.crews and not (self._lodges(rank) and self.transfers.moves(rank)):
             self._spawn(self._dismiss(rank))
 
@@ -236,7 +236,7 @@ class Service:
 
     def moved(self, rank: Rank) -> None:
         """Write to where a decode rank's memory can be reached now."""
-        self.transfers.rank_moved(rank)
+        self.transfers.routes.rank_moved(rank)
 
     def worker_down(self, worker: Worker, cause: str) -> None:
         """Fail the moves of a worker that died."""

@@ -1,25 +1,20 @@
 """Moves on their way: which worker writes to which decode rank, and what has become of it.
 
-A *flight* is one move handed to a worker. A *route* is what one worker knows of one decode rank: its
-link is connecting, up or down. Reports come in, events go to the handoffs' machines.
+A *flight* is one move handed to a worker, on one of its routes (``coordinator.routes``). Reports come in,
+events go to the handoffs' machines.
 """
 
 from __future__ import annotations
 
-import asyncio
-from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 from coordinator.events import Moved, MoveFailed, MoveQuiet, StartMove
-from coordinator.logs import get_logger
 from coordinator.messages import (
     PAGE_BYTES,
     Connected,
     ConnectFailed,
-    ConnectPeer,
     Fenced,
-    FencePeer,
     Move,
     MoveDone,
     MoveSettled,
@@ -30,9 +25,8 @@ from coordinator.messages import (
 )
 from coordinator.messages import MoveFailed as MoveFailedReport
 from coordinator.reasons import Failure, Reason
-from coordinator.slices import page_bytes, slice_of
+from coordinator.routes import Crew, Route, Routes, RouteState
 from coordinator.watch import Watch
-from coordinator.worker.supervisor import CommandQueue, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,9 +35,7 @@ if TYPE_CHECKING:
     from coordinator.groups import Rank
     from coordinator.handoff import Handoff
     from coordinator.metrics import Counters
-
-#: Pauses before connecting again to a rank that could not be reached, seconds.
-RECONNECT_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+    from coordinator.worker.supervisor import Worker
 
 _REASONS: Final = {
     "connect": Reason.CONNECT,
@@ -51,40 +43,6 @@ _REASONS: Final = {
     "transport": Reason.TRANSPORT,
     "revoked": Reason.TRANSPORT,
 }
-
-_log = get_logger()
-
-
-class RouteState(StrEnum):
-    """What is known of a worker's link to a decode rank."""
-
-    CONNECTING = "connecting"
-    UP = "up"
-    FENCING = "fencing"
-    DOWN = "down"
-
-
-class Route:
-    """One worker's way to one decode rank, on which each page takes ``page_bytes``."""
-
-    __slots__ = ("crew", "failures", "flights", "page_bytes", "rank", "retry", "state", "trouble", "was_up")
-
-    def __init__(self, crew: Crew, rank: Rank) -> None:
-        """A way that is not open yet."""
-        self.crew = crew
-        self.rank = rank
-        self.page_bytes = _page_bytes(crew.worker.rank, rank)
-        self.state = RouteState.DOWN
-        self.flights: dict[int, Flight] = {}
-        self.failures = 0
-        self.trouble = ""
-        self.retry: asyncio.TimerHandle | None = None
-        self.was_up = False
-
-    @property
-    def name(self) -> str:
-        """Names both ends."""
-        return f"{self.crew.worker.rank.name} -> {self.rank.name}"
 
 
 class Flight:
@@ -107,18 +65,6 @@ class Flight:
         self.settled = False
 
 
-class Crew:
-    """A worker with its command queue and its routes."""
-
-    __slots__ = ("commands", "routes", "worker")
-
-    def __init__(self, worker: Worker, send: Callable[[list[bytes]], bool]) -> None:
-        """A worker that has no routes yet."""
-        self.worker = worker
-        self.commands = CommandQueue(send, worker)
-        self.routes: dict[str, Route] = {}
-
-
 class Quieting(Protocol):
     """Who sees to it that failed flights become quiet (``coordinator.release``)."""
 
@@ -133,21 +79,29 @@ class Quieting(Protocol):
 
 
 class Transfers:
-    """All flights and routes. Owned by the service; every call is on the event loop."""
+    """All flights, and the routes that they take. Owned by the service; every call is on the event loop.
+
+    Attributes:
+        routes: the ways to decode ranks.
+        crews: those who move, by their prefill ranks.
+        flights: all that is in the hands of workers, by number.
+        quieting: who makes failed flights quiet.
+        confirm_alive: asks whether a rank's process still runs.
+
+    """
 
     def __init__(self, config: Config, send: Callable[[list[bytes]], bool], counters: Counters) -> None:
         """``send`` puts a message on the control socket."""
-        self.crews: dict[Rank, Crew] = {}
+        self.routes = Routes(config, counters, self)
+        self.crews = self.routes.crews
         self.flights: dict[int, Flight] = {}
         self.quieting: Quieting
         self.confirm_alive: Callable[[Rank], bool]
         self._send = send
-        self._counters = counters
         self._numbers = count(1)
         self._stalls: Watch[int] = Watch(config.handoff.stall_s, self._stalled)
-        self._connects: Watch[Route] = Watch(config.peer.connect_s, self._connect_expired)
 
-    # Workers and decode ranks come and go
+    # Workers come and go
 
     def enlist(self, worker: Worker) -> Crew:
         """Take a worker on."""
@@ -163,8 +117,7 @@ class Transfers:
         """Connect a worker's new life to everything it has routes to, and hand over what waited."""
         crew = self.crews[worker.rank]
         waiting = [command for command in crew.commands.clear() if isinstance(command, Move)]
-        for route in crew.routes.values():
-            self._connect(route)
+        self.routes.worker_up(crew)
         for command in waiting:
             crew.commands.put(command)
         crew.commands.flush()
@@ -175,9 +128,7 @@ class Transfers:
         if crew is None:
             return
         unsent = {command.move for command in crew.commands.clear() if isinstance(command, Move)}
-        for route in crew.routes.values():
-            route.state = RouteState.DOWN
-            self._forget_clocks(route)
+        self.routes.worker_down(crew)
         failure = Failure(Reason.TRANSPORT, worker.rank.name, f"the {worker.name} died: {cause}")
         # All of them: those to decode ranks that are gone have no route in the crew any more.
         for flight in [flight for flight in self.flights.values() if flight.route.crew is crew]:
@@ -191,72 +142,21 @@ class Transfers:
         """Forget a worker that has ended for good."""
         self.crews.pop(rank, None)
 
-    def connect(self, source: Rank, target: Rank) -> None:
-        """Open the way from a prefill rank's worker to a decode rank, before it is needed."""
-        crew = self.crews.get(source)
-        if crew is None:
-            return
-        route = self._route(crew, target)
-        # A rank that was silent for a while has come back, and its link was freed meanwhile.
-        if route.state is RouteState.DOWN and route.retry is None and crew.worker.identity is not None:
-            self._connect(route)
-        elif route.state is RouteState.FENCING and route not in self._connects:
-            self._connects.sign(route)
-
-    def rank_lost(self, rank: Rank) -> None:
-        """Free the links to a decode rank that is lost; one with moves is left to who makes them quiet."""
-        for crew in self.crews.values():
-            route = crew.routes.get(rank.peer)
-            if route is None or route.flights or crew.worker.identity is None:
-                continue
-            if route.state is RouteState.DOWN:
-                self._forget_clocks(route)
-            else:
-                self.fence(route)
-
     def rank_gone(self, rank: Rank) -> None:
         """A decode rank is proven dead or replaced: nothing can land there any more."""
-        for crew in self.crews.values():
-            route = crew.routes.pop(rank.peer, None)
-            if route is None:
-                continue
-            self._forget_clocks(route)
-            if crew.worker.identity is not None:
-                crew.commands.put(FencePeer(rank.peer))
+        for route in self.routes.rank_gone(rank):
             for flight in list(route.flights.values()):
                 flight.handoff.apply(MoveQuiet(flight.move, Role.DECODE))
-
-    def forget(self, rank: Rank) -> None:
-        """Drop the ways to a rank that did not come back, unless something may still move there."""
-        for crew in self.crews.values():
-            route = crew.routes.get(rank.peer)
-            if route is None or route.flights:
-                continue
-            del crew.routes[rank.peer]
-            self._forget_clocks(route)
-            if crew.worker.identity is not None:
-                crew.commands.put(FencePeer(rank.peer))
-
-    def rank_moved(self, rank: Rank) -> None:
-        """A decode rank is reached elsewhere now: what was on its way to its former endpoint fails."""
-        for crew in self.crews.values():
-            route = crew.routes.get(rank.peer)
-            if route is not None and crew.worker.identity is not None:
-                # Its moves fail with its link; the answer to the fence connects it anew.
-                self.fence(route)
 
     def reconfigure(self, config: Config) -> None:
         """Use other bounds from now on, also for what is under way."""
         self._stalls.rebound(config.handoff.stall_s)
-        self._connects.rebound(config.peer.connect_s)
+        self.routes.reconfigure(config)
 
     def close(self) -> None:
         """Stop all clocks."""
+        self.routes.close()
         self._stalls.close()
-        self._connects.close()
-        for crew in self.crews.values():
-            for route in crew.routes.values():
-                self._forget_clocks(route)
 
     # Moves
 
@@ -272,7 +172,7 @@ class Transfers:
                 handoff, move, Reason.INTERNAL, f"the {crew.worker.name} cannot run: {crew.worker.trouble}"
             )
             return
-        route = self._route(crew, target)
+        route = self.routes.to(crew, target)
         if route.state is RouteState.DOWN and crew.worker.identity is not None:
             # In the pause before the next attempt to connect: fail fast, it may go elsewhere.
             self._refuse(handoff, move, Reason.CONNECT, f"{route.name} is down: {route.trouble}")
@@ -301,13 +201,6 @@ class Transfers:
         for crew, numbers in by_crew.items():
             crew.commands.put(Revoke(numbers))
 
-    def fence(self, route: Route) -> None:
-        """Have a route's link destroyed; ``Quieting.fenced`` hears of the answer."""
-        if route.state is not RouteState.FENCING:
-            route.state = RouteState.FENCING
-            self._forget_clocks(route)
-            route.crew.commands.put(FencePeer(route.rank.peer))
-
     def report(self, worker: Worker, report: Report) -> None:
         """Take a worker's report."""
         match report:
@@ -320,11 +213,11 @@ class Transfers:
             case MoveSettled(move=number):
                 self._settled(self._flight(worker, number))
             case Connected(peer=peer, seconds=seconds):
-                self._connected(self._find(worker, peer), seconds)
+                self.routes.connected(self.routes.find(worker, peer), seconds)
             case ConnectFailed(peer=peer, message=message):
-                self._connect_failed(self._find(worker, peer), message)
+                self.routes.connect_failed(self.routes.find(worker, peer), message)
             case Fenced(peer=peer, error=error):
-                self._fenced(self._find(worker, peer), error)
+                self.routes.fenced(self.routes.find(worker, peer), error)
 
     # Flights
 
@@ -361,7 +254,7 @@ class Transfers:
         )
         self._flight_failed(flight, failure, settled=report.settled, started=report.started)
         if report.kind == "disconnected" and flight.route.state is RouteState.UP:
-            self._connect(flight.route)
+            self.routes.connect(flight.route)
 
     def _flight_failed(self, flight: Flight, failure: Failure, *, settled: bool, started: bool) -> None:
         flight.ended = True
@@ -412,103 +305,23 @@ class Transfers:
             return None, None
         return handoff.prefill.ranks[move.leg[0]], handoff.decode.ranks[move.leg[1]]
 
-    # Routes
+    # What becomes of routes (see ``coordinator.routes.RouteEvents``)
 
-    def _find(self, worker: Worker, peer: str) -> Route | None:
-        crew = self.crews.get(worker.rank)
-        return crew.routes.get(peer) if crew is not None else None
-
-    def _route(self, crew: Crew, target: Rank) -> Route:
-        route = crew.routes.get(target.peer)
-        if route is None:
-            route = crew.routes[target.peer] = Route(crew, target)
-            if crew.worker.identity is not None:
-                self._connect(route)
-        return route
-
-    def _connect(self, route: Route) -> None:
-        hello, pool = route.rank.hello, route.rank.hello.pool
-        route.state = RouteState.CONNECTING
-        route.retry = None
-        self._connects.sign(route)
-        route.crew.commands.put(
-            ConnectPeer(
-                route.rank.peer,
-                hello.endpoint,
-                hello.layout,
-                hello.world_size,
-                hello.rank,
-                pool.pages,
-                pool.regions,
-            )
-        )
-
-    def _connected(self, route: Route | None, seconds: float) -> None:
-        if route is None or route.state is not RouteState.CONNECTING:
-            return
-        route.state = RouteState.UP
-        route.failures = 0
-        route.trouble = ""
-        self._counters.connects += 1
-        self._counters.reconnects += route.was_up
-        route.was_up = True
-        self._connects.discard(route)
+    def route_up(self, route: Route) -> None:
+        """From now on its flights must get on."""
         for number in route.flights:
             self._stalls.sign(number)
-        _log.info(
-            "peer.connected",
-            peer=route.rank.name,
-            worker=route.crew.worker.rank.name,
-            seconds=round(seconds, 4),
-        )
 
-    def _connect_failed(self, route: Route | None, message: str) -> None:
-        if route is None or route.state is not RouteState.CONNECTING:
-            return
-        self._forget_clocks(route)
-        route.state = RouteState.DOWN
-        route.trouble = message
-        pause_s = RECONNECT_PAUSES_S[min(route.failures, len(RECONNECT_PAUSES_S) - 1)]
-        route.failures += 1
-        self._counters.connect_failures += 1
-        _log.warning("peer.connect_failed", peer=route.rank.name, error=message, retry_s=pause_s)
-        if route.rank.alive:
-            route.retry = asyncio.get_running_loop().call_later(pause_s, self._connect, route)
-
-    def _connect_expired(self, route: Route) -> None:
-        message = f"{route.name}: not connected within {self._connects.bound_s:g} s"
-        self._counters.connect_failures += 1
-        _log.error("peer.connect_expired", peer=route.rank.name, worker=route.crew.worker.rank.name)
-        for flight in list(route.flights.values()):
-            flight.handoff.fail(Reason.CONNECT, message, route.rank.name)
-        if route.rank.alive:
-            self._connects.sign(route)
-        else:
-            route.state = RouteState.DOWN
-            route.trouble = message
-
-    def _fenced(self, route: Route | None, error: str) -> None:
-        if route is None or route.state is not RouteState.FENCING:
-            return
-        route.state = RouteState.DOWN
-        route.trouble = error or "fenced"
-        self.quieting.fenced(route, error)
-        if not error and route.rank.alive and route.crew.worker.identity is not None:
-            self._connect(route)
-
-    def _forget_clocks(self, route: Route) -> None:
-        self._connects.discard(route)
+    def route_down(self, route: Route) -> None:
+        """Nothing is expected of its flights."""
         for number in route.flights:
             self._stalls.discard(number)
-        if route.retry is not None:
-            route.retry.cancel()
-            route.retry = None
 
+    def route_overdue(self, route: Route, message: str) -> None:
+        """Fail what waits for it."""
+        for flight in list(route.flights.values()):
+            flight.handoff.fail(Reason.CONNECT, message, route.rank.name)
 
-def _page_bytes(source: Rank, target: Rank) -> int:
-    """Bytes that a leg carries of each page."""
-    prefill, decode = source.group, target.group
-    piece = slice_of(
-        prefill.layout, prefill.world_size, source.number, decode.layout, decode.world_size, target.number
-    )
-    return page_bytes(prefill.layout, piece)
+    def route_fenced(self, route: Route, error: str) -> None:
+        """Tell who had it fenced."""
+        self.quieting.fenced(route, error)

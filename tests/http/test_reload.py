@@ -102,7 +102,7 @@ async def test_every_other_bound_changes_for_what_is_under_way(file: Path) -> No
         assert len(changes) == 8
         service = stage.service
         assert service.transfers._stalls.bound_s == 7.0
-        assert service.transfers._connects.bound_s == 8.0
+        assert service.transfers.routes._overdue.bound_s == 8.0
         assert service.membership._silence.bound_s == 9.0
         assert service.releases.bounds.settle_s == 1.5
         assert service.quarantine.budget_bytes == 77
