@@ -63,6 +63,12 @@ def differences(hello: Hello, group: Group) -> list[str]:
     return [f"{name} {ours} != {theirs}" for name, (ours, theirs) in fields.items() if ours != theirs]
 
 
+def unlike(hello: Hello, group: Group) -> str | None:
+    """Say how a rank differs from the other members of its group, if it does."""
+    different = differences(hello, group)
+    return f"group {group.name} is registered otherwise: {', '.join(different)}" if different else None
+
+
 def incompatible(hello: Hello, groups: Mapping[str, Group]) -> str | None:
     """Compare with the groups of the other side: one of them at least must fit.
 

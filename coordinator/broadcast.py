@@ -12,7 +12,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from coordinator.messages import Broadcast, Event, encode
+from coordinator.messages import Broadcast, Event, Outcome, encode
 
 if TYPE_CHECKING:
     from coordinator.channel import Channel
@@ -20,8 +20,21 @@ if TYPE_CHECKING:
 
 #: How often a group hears the head at least.
 HEARTBEAT_S: Final = 0.5
-#: Bound of one message; a longer backlog goes out as several.
+#: Bounds of one message; a longer backlog goes out as several. With so much side data a message is full: a
+#: rank cuts the line at 64 MiB.
 MAX_EVENTS: Final = 1024
+FULL_BYTES: Final = 4 << 20
+
+
+def fitting(events: list[Event]) -> list[Event]:
+    """Return the first of these events, as many as go into one message."""
+    size_bytes = 0
+    for count, event in enumerate(events[:MAX_EVENTS], 1):
+        if isinstance(event, Outcome) and event.aux:
+            size_bytes += len(event.aux)
+            if size_bytes >= FULL_BYTES:
+                return events[:count]
+    return events[:MAX_EVENTS]
 
 
 class GroupLog:
@@ -110,7 +123,8 @@ class Broadcaster:
         events = group.log.since(group.published)
         group.published_at_s = asyncio.get_running_loop().time()
         while True:
-            part, events = events[:MAX_EVENTS], events[MAX_EVENTS:]
+            part = fitting(events)
+            events = events[len(part) :]
             message = Broadcast(
                 self._epoch, group.published + 1, group.stable, group.received(), group.absent, part
             )

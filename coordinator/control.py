@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from coordinator.broadcast import MAX_EVENTS
+from coordinator.broadcast import MAX_EVENTS, fitting
 from coordinator.errors import ProtocolError
 from coordinator.groups import Rank
 from coordinator.items import Items
@@ -151,7 +151,7 @@ class Control:
             return
         self._remember(identity, rank)
         group = rank.group
-        events = group.log.since(rank.acknowledged, MAX_EVENTS)  # the rank asks for the rest
+        events = fitting(group.log.since(rank.acknowledged, MAX_EVENTS))  # the rank asks for the rest
         if events and hello.epoch == self._epoch:
             self._counters.replays += 1
             self._counters.replayed_events += len(events)

@@ -108,7 +108,8 @@ class FormerPages:
     def settle(self, handoff: Handoff) -> None:
         """Give back the pages of an inherited handoff, as far as they are quiet."""
         for side, group in ((Role.PREFILL, handoff.prefill), (Role.DECODE, handoff.decode)):
-            if group is None or group in self._quiet:
+            # A group that the former coordinator did not know has nothing that moved for it.
+            if group is None or group.origin == (0, 0) or group in self._quiet:
                 handoff.apply(MoveQuiet(INHERITED, side))
 
     def _is_fenced(self, group: Group) -> bool:
@@ -142,12 +143,17 @@ class FormerPages:
         return rank.has_drained(since_s, self._config.release.drain_s, self._config.rank.break_s)
 
     async def _quieten(self, group: Group) -> None:
-        """Wait until nothing of the former epoch moves at this group's pages; then release them."""
+        """Wait until nothing of the former epoch moves at this group's pages; then release them.
+
+        That is so, too, when its ranks are all gone, whoever of them has never come back.
+        """
         # Signs of life and workers come at their own time; a look now and then is enough.
         loop, since_s = asyncio.get_running_loop(), self.over_s
-        while not (fenced := self._is_fenced(group)) or not self._is_quiet(group, since_s):
-            if not fenced:
+        while not group.deserted:
+            if not self._is_fenced(group):
                 since_s = max(since_s, loop.time())
+            elif self._is_quiet(group, since_s):
+                break
             await asyncio.sleep(LOOK_S)
         self._quiet.add(group)
         group.unproven.clear()

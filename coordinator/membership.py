@@ -21,6 +21,8 @@ from coordinator.reasons import Reason
 from coordinator.watch import Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from coordinator.config import Config
     from coordinator.metrics import Counters
 
@@ -89,14 +91,13 @@ class Membership:
             return self.refused(hello, "hello", problem, fatal=not gathering)
         group = self.found(hello)
         if group is None:
-            bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
-            return self.refused(hello, "full", bound, fatal=False)
+            return self.refused_full(hello)
         holder = group.ranks[hello.rank]
         # One that is gone cannot return: this hello was on the way when its process died.
         if holder is not None and holder.hello.instance == hello.instance and not holder.gone:
             return self._returned(holder, hello, identity, epoch)
         if holder is not None and holder.alive:
-            refusal = self._contest(holder, hello)
+            refusal = self.contest(holder, hello)
             if refusal is not None:
                 return refusal
         # A late joiner gets everything that was kept for it; who takes a place, what is not common yet.
@@ -107,9 +108,13 @@ class Membership:
     def found(self, hello: Hello) -> Group | None:
         """The hello's group, which is made when there is none; None when there are too many."""
         group = self.groups.get(hello.group)
-        if group is None and len(self.groups) < self._config.limits.max_groups:
+        if group is None and not self.is_full(hello.group, ()):
             group = self.groups[hello.group] = Group(hello)
         return group
+
+    def is_full(self, name: str, awaited: Iterable[str]) -> bool:
+        """Whether there is no room for group ``name`` beside those that are here, or ``awaited``."""
+        return len({*self.groups, *awaited} - {name}) >= self._config.limits.max_groups
 
     def sign(self, rank: Rank) -> None:
         """Note a sign of life."""
@@ -138,12 +143,17 @@ class Membership:
         if gone and not rank.gone:
             rank.gone = True
             self._lost.discard(rank)
-            if self._config.backend.hosting != "rank":
-                # Else what runs in its process is still to be waited for.
+            if rank.group.role is Role.DECODE or self._config.backend.hosting != "rank":
+                # Else what runs in its process is still to be waited for; see ``unwatch``.
                 self._deaths.unwatch(rank)
             rank.group.drained()
             self._events.gone(rank)
             self._drop_if_empty(rank.group)
+
+    def unwatch(self, rank: Rank) -> None:
+        """Nothing of a rank's is to be waited for any more."""
+        if rank.gone:
+            self._deaths.unwatch(rank)
 
     def confirm_alive(self, rank: Rank) -> bool:
         """Look at once whether a rank's process still runs; one that does not is lost on the spot."""
@@ -233,7 +243,7 @@ class Membership:
         self._events.joined(rank)
         return rank
 
-    def _contest(self, holder: Rank, hello: Hello) -> Refused | None:
+    def contest(self, holder: Rank, hello: Hello) -> Refused | None:
         """Find out who lives: None when the holder is dead or silent, else what to answer."""
         if not self.confirm_alive(holder):
             return None
@@ -272,8 +282,8 @@ class Membership:
         group = self.groups.get(hello.group)
         if group is None:
             return None
-        different = acceptance.differences(hello, group)
-        if not different:
+        problem = acceptance.unlike(hello, group)
+        if problem is None:
             return None
         if not any(self.confirm_alive(rank) for rank in group.live):
             # Nobody is left of the former engine: this is a new one under the old name.
@@ -282,7 +292,7 @@ class Membership:
                     self.lose(rank, restart_reason(rank), "replaced by another engine", gone=True)
             self.groups.pop(group.name, None)
             return None
-        return f"group {group.name} is registered otherwise: {', '.join(different)}"
+        return problem
 
     def _outlived(self, hello: Hello, epoch: int) -> str | None:
         """Find a rank that has been here, and was taken for dead or not waited for any longer.
@@ -302,6 +312,11 @@ class Membership:
         self._counters.refused[code] += 1
         _log.warning("rank.refused", rank=f"{hello.group}/{hello.rank}", pid=hello.process.pid, error=message)
         return Refused(code, message, fatal=fatal)
+
+    def refused_full(self, hello: Hello) -> Refused:
+        """Refuse a rank because there are too many groups."""
+        bound = f"limits.max_groups = {self._config.limits.max_groups} groups are registered"
+        return self.refused(hello, "full", bound, fatal=False)
 
     # Being lost
 

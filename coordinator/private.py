@@ -66,8 +66,11 @@ def _locked(path: Path) -> int | None:
 
 def _remove_if_dead(path: Path) -> None:
     # One that has no socket yet was made a moment ago, and is about to be locked.
-    if not (path / "workers").is_socket():
-        return
+    try:
+        if not (path / "workers").is_socket():
+            return
+    except PermissionError:
+        return  # Another user's.
     descriptor = _locked(path)
     if descriptor is None:
         return

@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from coordinator import acceptance
 from coordinator.former_pages import FormerPages
 from coordinator.former_rooms import LOST, FormerRooms
 from coordinator.logs import get_logger
@@ -19,7 +22,7 @@ from coordinator.reasons import Reason
 from coordinator.testimony import Testimony, agrees
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from coordinator.config import Config
     from coordinator.groups import Group, Rank
@@ -121,6 +124,9 @@ class Reattach:
             return
         loop = asyncio.get_running_loop()
         waiting = self._waiting.get(hello.group)
+        if waiting is None and self._membership.is_full(hello.group, self._waiting):
+            self._answer(hello, identity, self._membership.refused_full(hello))
+            return
         if waiting is None:
             timer = loop.call_later(self._config.rank.reattach_s, self._restore, hello.group)
             waiting = self._waiting[hello.group] = _Waiting(timer)
@@ -151,7 +157,11 @@ class Reattach:
                 self._membership.lose(rank, Reason.COORDINATOR_RESTARTED, LOST, gone=True)
             newcomers.clear()
         group = self._membership.found(most)
-        assert group is not None  # noqa: S101 - there was room
+        if group is None:
+            # Others have come meanwhile.
+            for hello, identity in hellos:
+                self._answer(hello, identity, self._membership.refused_full(hello))
+            return
         group.log.restore(most.acknowledged, testimony.kept)
         group.stable, group.published = max(testimony.least, group.log.first - 1), group.log.head
         group.origin = (most.epoch, most.acknowledged)
@@ -168,23 +178,41 @@ class Reattach:
         )
         for rank in newcomers:
             self._answer(rank.hello, rank.identity, rank)  # it learns whose past it shares
+        self._take_all_back(group, hellos, testimony)
+        self.pages.quieten(group)
+
+    def _take_all_back(
+        self, group: Group, hellos: Iterable[tuple[Hello, bytes]], testimony: Testimony
+    ) -> None:
+        """Answer those who have waited for the group."""
         for hello, identity in hellos:
-            if hello in testimony.contrary:
+            unlike = acceptance.unlike(hello, group)
+            if unlike is not None:
+                # Another engine, which has the name by now. It asks again, and may replace this one then.
+                self._answer(hello, identity, self._membership.refused(hello, "hello", unlike, fatal=False))
+            elif hello in testimony.contrary:
                 self._refuse(group, hello, identity)
             else:
                 self._take_back(group, hello, identity)
         for rank in group.live:
             if rank.hello.memory is None:
                 self._rooms.own_pages.dead(rank)  # the process that had its place
-        self.pages.quieten(group)
+            _forget_memory(rank)
 
     def _come_late(self, group: Group, hello: Hello, identity: bytes) -> None:
         """Take back a rank whose group did not wait for it, if what it has is what the group had."""
+        holder = group.ranks[hello.rank]
+        contested = self._membership.contest(holder, hello) if holder is not None and holder.alive else None
+        if contested is not None:
+            self._answer(hello, identity, contested)
+            return
         epoch, head = group.origin
         same = hello.epoch == epoch and hello.acknowledged <= head
         known = dict(enumerate(group.log.since(0), group.log.first))
         if same or (hello.acknowledged in known and agrees(hello, known)):
             self._take_back(group, hello, identity)
+            for rank in group.live:
+                _forget_memory(rank)
         else:
             self._refuse(group, hello, identity)
 
@@ -215,3 +243,9 @@ class Reattach:
 def _goes_on(group: Group) -> bool:
     """Whether the group is one already: it was restored, or all its ranks are new."""
     return group.origin != (0, 0) or len(group.live) == group.world_size
+
+
+def _forget_memory(rank: Rank) -> None:
+    """Let go of what a rank has remembered, up to some MiB, when it has been taken up."""
+    if rank.hello.memory is not None:
+        rank.hello = msgspec.structs.replace(rank.hello, memory=None)

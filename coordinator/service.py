@@ -168,7 +168,7 @@ class Service:
         self._control.close()
         self._outcomes.close()
         if self._authenticator is not None:
-            self._authenticator.stop()
+            sockets.stop_authenticating(self._authenticator)
         self._remove_files()
         _log.info(
             "coordinator.stopped", opened=self.counters.opened, succeeded=self.counters.succeeded,
@@ -270,6 +270,9 @@ class Service:
             if self.transfers.moves(rank):
                 await crew.worker.retire(f"{rank.name} is gone")
         self.transfers.dismiss(rank)
+        self.membership.unwatch(rank)
+        if rank.alive:
+            self.joined(rank)  # It came back meanwhile: it needs another one.
 
     def _lodges(self, rank: Rank) -> bool:
         """Whether a rank's worker runs in the rank's own process."""

@@ -96,6 +96,15 @@ def authenticate(
     return authenticator
 
 
+def stop_authenticating(authenticator: ThreadAuthenticator) -> None:
+    """End what ``authenticate`` has begun, also when its thread has died."""
+    if not authenticator.is_alive():
+        # To that one's pipe nobody listens any more: what is sent there, also by ``__del__``, waits for ever.
+        authenticator.pipe.close(0)
+        authenticator.pipe = None  # type: ignore[assignment]  # as its own ``stop`` does
+    authenticator.stop()
+
+
 def _bounded(socket: zmq.Socket[bytes], limits: Limits) -> zmq.Socket[bytes]:
     options = {
         zmq.LINGER: 0,
@@ -125,9 +134,17 @@ def _claim(path: Path, key: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"{key}: cannot make the directory {path.parent}: {error.strerror}"]) from error
-    if path.exists() and not path.is_socket():
-        raise ConfigError([f"{key}: {path} is there and is no socket; it would be removed"])
-    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
-        taken = probe.connect_ex(str(path)) not in {errno.ENOENT, errno.ECONNREFUSED}
-    if taken:
+    try:
+        if path.exists() and not path.is_socket():
+            raise ConfigError([f"{key}: {path} is there and is no socket; it would be removed"])
+        with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+            problem = probe.connect_ex(str(path))
+    except OSError as error:
+        # A path that is too long has no errno.
+        raise ConfigError([f"{key}: {path} cannot be used: {error.strerror or error}"]) from error
+    if problem in {errno.EACCES, errno.EPERM}:
+        raise ConfigError(
+            [f"{key}: {path} belongs to another user, and cannot be used: {os.strerror(problem)}"]
+        )
+    if problem not in {errno.ENOENT, errno.ECONNREFUSED}:
         raise ConfigError([f"{key}: another process listens on {path} already"])
