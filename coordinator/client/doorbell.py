@@ -36,6 +36,15 @@ class Doorbell:
                 self._rings = False
                 os.eventfd_read(self._descriptor)
 
+    def renewed(self) -> Doorbell:
+        """In a forked child: return a bell of its own, for the descriptor is one with that of the parent."""
+        # One of the parent's threads may have held it.
+        self._lock = threading.Lock()
+        if self._descriptor < 0:
+            return self
+        self.close()
+        return Doorbell()
+
     def __del__(self) -> None:
         self.close()
 

@@ -79,7 +79,7 @@ class Endpoint:
         It is called as long as its object lives, which is not kept alive by this.
         """
         with self._lock:
-            self._followers.append(weakref.WeakMethod(moved))
+            self._followers = [*self._living(), weakref.WeakMethod(moved)]
 
     def renew(self, seen: int) -> None:
         """Destroy the agent that others reach, and start a new one, at a new address.
@@ -106,8 +106,7 @@ class Endpoint:
                 self._backend = None
             self._start()
             self.renewals += 1
-            self._followers = [follower for follower in self._followers if follower() is not None]
-            followers = list(self._followers)
+            followers = self._followers = self._living()
         logger.warning(
             "the %s endpoint was renewed in %.3f s: a coordinator was lost, whose workers may still write",
             self.name, time.monotonic() - began_s,
@@ -116,6 +115,9 @@ class Endpoint:
             moved = follower()
             if moved is not None:
                 moved(self.address)
+
+    def _living(self) -> list[weakref.WeakMethod[Callable[[bytes], None]]]:
+        return [follower for follower in self._followers if follower() is not None]
 
     def is_quiet(self) -> bool:
         """Whether it is proven that nothing lands any more on account of former addresses."""

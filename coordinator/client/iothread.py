@@ -196,6 +196,9 @@ class IoThread:
         """In a forked child: the threads and their sockets have stayed with the parent."""
         self._hosting = None
         self._make_lock()
+        # What is rung or silenced here would else be so in the parent, which would not know it.
+        self._wake = self._wake.renewed()
+        self._bell = None if self._bell is None else self._bell.renewed()
         talk = self.lives.conversation
         message = f"{talk.standing.name} was connected before this process was forked: connect anew"
         talk.fail(RankState.CLOSED, ClosedError(message))

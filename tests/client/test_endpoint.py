@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
 from backends import registry
 from backends.base import BackendError, BackendUnavailableError, Grid, Part, Status
-from coordinator.client import Endpoint, KVPool
+from coordinator.client import DecodeRank, Endpoint, KVPool
 from coordinator.errors import PoolError
-from tests.client.peer import LAYOUT
+from tests.client.peer import LAYOUT, Peer
 
 
 def test_what_is_written_to_the_endpoint_lands_in_the_pool() -> None:
@@ -54,3 +56,12 @@ def test_closing_twice_is_fine() -> None:
         endpoint = Endpoint(pool, backend="loopback")
         endpoint.close()
         endpoint.close()
+
+
+def test_clients_that_are_gone_are_not_remembered(peer: Peer) -> None:
+    """A decode engine joins and leaves prefill nodes for weeks."""
+    with KVPool.allocate(LAYOUT, 8) as pool, Endpoint(pool, backend="loopback") as endpoint:
+        for _ in range(10):
+            DecodeRank.connect(peer.control, group="g", rank=0, world_size=1, endpoint=endpoint).close()
+            gc.collect()
+        assert len(endpoint._followers) == 1

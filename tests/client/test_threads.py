@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import select
@@ -192,3 +193,55 @@ def test_a_forked_child_is_told_to_connect_anew(peer: Peer, connect: Connect) ->
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     rank.open(2)
     eventually(lambda: peer.items("prefill") == [Open(2, 0)], 10, "the parent's item")
+
+
+@pytest.mark.parametrize("how", ["closes", "drops it", "exits"])
+def test_a_forked_child_that_ends_wakes_nobody_in_its_parent(peer: Peer, connect: Connect, how: str) -> None:
+    """They have one eventfd: the parent's thread would be woken for ever, and its engine, too."""
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    bell = rank.fileno()
+    rank.drain()
+    child = os.fork()
+    if child == 0:
+        try:
+            if how == "closes":
+                rank.close()
+            elif how == "drops it":
+                rank._close()
+            else:
+                atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    wake = rank._io._wake
+    eventually(lambda: not _is_readable(wake.fileno()), 10, "its own rings are heard")
+    assert not _is_readable(bell)
+    peer.publish("prefill", *outcomes([1]))
+    eventually(lambda: _is_readable(bell), 10, "the engine is woken for what comes")
+
+
+def test_a_forked_child_that_drains_takes_no_wake_up_from_its_parent(peer: Peer, connect: Connect) -> None:
+    rank = connect(peer.control)
+    rank.wait_ready(10)
+    bell = rank.fileno()
+    rank.drain()
+    peer.publish("prefill", *outcomes([1]))
+    eventually(lambda: _is_readable(bell), 10, "the outcome")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            rank.drain()
+            rank.drain()
+        except ClosedError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _is_readable(bell)
+    assert [event.room for event in rank.drain()] == [1]
+
+
+def _is_readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from coordinator.integrations.sglang import plugin
-from coordinator.integrations.sglang.carrier import Carrier
+from coordinator.integrations.sglang.carrier import RID, Carrier
+from coordinator.integrations.sglang.hooks import Hooks
 from coordinator.integrations.sglang.settings import PluginSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from coordinator.integrations.sglang.link import Link
 
 
 class Registry:
@@ -145,12 +148,53 @@ def test_the_settings_are_read_from_the_environment() -> None:
     assert PluginSettings.read({}).address == ""
 
 
-def test_a_carrier_travels_as_the_id_of_a_request_that_cannot_be() -> None:
+def test_a_carrier_travels_as_the_message_of_an_abort() -> None:
     for carrier in (Carrier(on=True, token=bytes(range(17))), Carrier(on=False, token=b"")):
-        assert carrier.rid().startswith("\0")
-        assert Carrier.read(carrier.rid()) == carrier
-    for other in ("rid-1", "", None, ["rid-1", "rid-2"]):
+        assert Carrier.read(carrier.text()) == carrier
+    for other in (
+        "",
+        None,
+        ["0"],
+        "x",
+        "2",
+        "0zz",
+        "100",
+        "1" + "00" * 16,
+        "1" + "00" * 18,
+        "Abort in queue",
+    ):
         assert Carrier.read(other) is None
+
+
+class AbortReq(types.SimpleNamespace):
+    """As SGLang's."""
+
+
+@pytest.mark.parametrize("text", ["", "zz", "100", "1" + "ff" * 16 + "00", "0", "1" + "00" * 17])
+@pytest.mark.parametrize("separator", ["", ":"])
+def test_the_id_that_a_client_has_chosen_for_its_request_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, text: str, separator: str
+) -> None:
+    """SGLang takes any text for an id, and an abort of that request carries it, too."""
+    module = types.SimpleNamespace(AbortReq=AbortReq)
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", cast("types.ModuleType", module))
+    applied: list[Carrier] = []
+    hooks = Hooks(cast("PluginSettings", None), lambda: "")
+    hooks.link = cast("Link", types.SimpleNamespace(leads=False, apply=applied.append))
+    rid = RID + separator + text
+    generate = types.SimpleNamespace(rid=rid)
+    also_generate = types.SimpleNamespace(rid=rid, abort_message=text)
+    aborts = [AbortReq(rid=rid, abort_message=None), AbortReq(rid=f"{rid}-1", abort_message=text)]
+    received = [generate, also_generate, *aborts]
+    assert hooks.receive(lambda _receiver, _local: list(received), object()) == received
+    assert applied == []
+
+    carrier = Carrier(on=True, token=bytes(range(17)))
+    ours = AbortReq(rid=RID, abort_message=carrier.text())
+    assert hooks.receive(lambda _receiver, _local: [generate, ours, *aborts], object()) == [generate, *aborts]
+    assert applied == [carrier]
 
 
 def test_importing_the_plugin_imports_neither_sglang_nor_torch() -> None:

@@ -1,15 +1,19 @@
 """How rank 0 tells all ranks what to apply in a step: it rides the scheduler's own broadcast.
 
-It looks like an abort of a request that cannot exist: a class of ours would have to be known to whoever
-sorts what is received, and this one rides with the aborts that a scheduler decides on by itself.
+It is an abort of a request that does not exist: a class of ours would have to be known to whoever sorts
+what is received, and this one rides with the aborts that a scheduler decides on by itself.
+
+The id of that request proves nothing: SGLang's clients choose the ids of their requests, and abort them.
+What the carrier says is in the abort's message, which no client can set.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
-#: No request id begins with NUL.
-PREFIX = "\0kv-coordinator:"
+#: The id that is aborted.
+RID: Final = "\0kv-coordinator"
+_TOKENS_BYTES: Final = (0, 17)
 
 
 class Carrier(NamedTuple):
@@ -24,14 +28,17 @@ class Carrier(NamedTuple):
     on: bool
     token: bytes
 
-    def rid(self) -> str:
-        """Return it as the id of a request."""
-        return f"{PREFIX}{int(self.on)}{self.token.hex()}"
+    def text(self) -> str:
+        """Return it as the message of an abort."""
+        return f"{int(self.on)}{self.token.hex()}"
 
     @classmethod
-    def read(cls, rid: object) -> Self | None:
-        """Read it; None when ``rid`` is that of a request."""
-        if not isinstance(rid, str) or not rid.startswith(PREFIX):
+    def read(cls, text: object) -> Self | None:
+        """Read it; None when ``text`` is none of ours."""
+        if not isinstance(text, str) or text[:1] not in {"0", "1"}:
             return None
-        text = rid.removeprefix(PREFIX)
-        return cls(text[0] == "1", bytes.fromhex(text[1:]))
+        try:
+            token = bytes.fromhex(text[1:])
+        except ValueError:
+            return None
+        return cls(text[0] == "1", token) if len(token) in _TOKENS_BYTES else None

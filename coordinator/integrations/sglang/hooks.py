@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.errors import CoordinatorError
-from coordinator.integrations.sglang.carrier import Carrier
+from coordinator.integrations.sglang.carrier import RID, Carrier
 from coordinator.integrations.sglang.link import Link
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Hooks:
         if carrier is not None:
             from sglang.srt.managers.io_struct import AbortReq
 
-            local_reqs = [*(local_reqs or ()), AbortReq(rid=carrier.rid())]
+            local_reqs = [*(local_reqs or ()), AbortReq(rid=RID, abort_message=carrier.text())]
         received = original(receiver, local_reqs)
         if received:
             _apply_carriers(link, received)
@@ -170,13 +170,22 @@ class Hooks:
 
 def _apply_carriers(link: Link, received: list[Any]) -> None:
     """Take the carriers out of what the scheduler is to see: in place, for it looks at the list itself."""
-    carriers = [(index, Carrier.read(getattr(item, "rid", None))) for index, item in enumerate(received)]
+    carriers = [(index, _carrier_in(item)) for index, item in enumerate(received)]
     for index, carrier in reversed(carriers):
         if carrier is not None:
             del received[index]
     for _, carrier in carriers:
         if carrier is not None:
             link.apply(carrier)
+
+
+def _carrier_in(item: object) -> Carrier | None:
+    """Return the carrier that something received is, if it is one."""
+    if getattr(item, "rid", None) != RID:
+        return None
+    from sglang.srt.managers.io_struct import AbortReq
+
+    return Carrier.read(item.abort_message) if isinstance(item, AbortReq) else None
 
 
 def _is_real(sender: object) -> bool:
