@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -39,6 +40,8 @@ class Endings:
     def __init__(self) -> None:
         """Remember none."""
         self._ended: OrderedDict[int, Ended] = OrderedDict()
+        # Rooms with attempts whose pages are held, and how many: the next one needs a number of its own.
+        self._held: Counter[int] = Counter()
 
     def get(self, room: int) -> Ended | None:
         """How the last attempt of a room ended, as far as it is remembered."""
@@ -50,8 +53,22 @@ class Endings:
         return ended.attempt + 1 if ended is not None else 1
 
     def remember(self, room: int, ended: Ended) -> None:
-        """Remember how a room ended, and forget the room that ended longest ago."""
+        """Remember how a room ended, and forget the room that ended longest ago, unless it is held."""
         self._ended[room] = ended
         self._ended.move_to_end(room)
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+        # Two at a time, so that it is no more for long when one of them must stay.
+        for oldest in list(islice(self._ended, min(2, max(0, len(self._ended) - REMEMBERED)))):
+            if oldest in self._held:
+                self._ended.move_to_end(oldest)
+            else:
+                del self._ended[oldest]
+
+    def hold(self, room: int) -> None:
+        """Do not forget a room: pages of an attempt are held."""
+        self._held[room] += 1
+
+    def let_go(self, room: int) -> None:
+        """Pages of an attempt that were held are not any more."""
+        self._held[room] -= 1
+        if not self._held[room]:
+            del self._held[room]

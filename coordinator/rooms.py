@@ -244,13 +244,20 @@ class Rooms:
         for group in handoff.groups:
             group.handoffs.discard(handoff)
             self._publish(group)
+        self._account(handoff)
+
+    def _account(self, handoff: Handoff) -> None:
+        """Count and log a verdict, and note whether it leaves pages behind."""
         self._counters.concluded(handoff)
-        handoff.held_nothing = not machine.held
+        handoff.held_nothing = not handoff.machine.held
+        if not handoff.held_nothing:
+            self.endings.hold(handoff.room)
         trail.outcome(handoff)
 
     def _hold_on(self, handoff: Handoff) -> None:
         """Hold what a former coordinator has told to have failed, and has not released."""
         self.unreleased.add(handoff)
+        self.endings.hold(handoff.room)
         group, known = handoff.prefill, self.endings.get(handoff.room)
         assert group is not None  # noqa: S101 - it is taken over from there
         is_last = known is not None and known.attempt == handoff.machine.attempt
@@ -298,6 +305,8 @@ class Rooms:
         """Forget the handoff."""
         self.unreleased.discard(handoff)
         self.own_pages.let_go(handoff)
+        if not handoff.held_nothing:
+            self.endings.let_go(handoff.room)
         handoff.machine.aux = b""  # up to 1 MiB, which the log of decode's group has
         if handoff.machine.failure is not None:
             self.quarantine.let_go(handoff)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from coordinator.metrics import Counters
     from coordinator.transfers import Flight
 
-#: Pauses before connecting again to a rank that could not be reached, seconds.
+#: Pauses before connecting again to a rank that could not be reached, or fencing a link that could not be.
 RECONNECT_PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 _log = get_logger()
@@ -164,8 +164,9 @@ class Routes:
         for crew in self.crews.values():
             route = crew.routes.get(rank.peer)
             if route is not None and crew.worker.identity is not None:
-                # Its moves fail with its link; the answer to the fence connects it anew.
+                # Its moves fail with its link; the answer to the fence connects it anew. It may never come.
                 self.fence(route)
+                self._overdue.sign(route)
 
     # Workers come and go
 
@@ -237,12 +238,9 @@ class Routes:
         self._forget_clocks(route)
         route.state = RouteState.DOWN
         route.trouble = message
-        pause_s = RECONNECT_PAUSES_S[min(route.failures, len(RECONNECT_PAUSES_S) - 1)]
-        route.failures += 1
         self._counters.connect_failures += 1
+        pause_s = self._retry(route, self.connect) if route.rank.alive else None
         _log.warning("peer.connect_failed", peer=route.rank.name, error=message, retry_s=pause_s)
-        if route.rank.alive:
-            route.retry = asyncio.get_running_loop().call_later(pause_s, self.connect, route)
 
     def fence(self, route: Route) -> None:
         """Have a route's link destroyed; ``route_fenced`` hears of the answer."""
@@ -258,7 +256,12 @@ class Routes:
         route.state = RouteState.DOWN
         route.trouble = error or "fenced"
         self._events.route_fenced(route, error)
-        if not error and route.rank.alive and route.crew.worker.identity is not None:
+        if not route.rank.alive or route.crew.worker.identity is None:
+            return
+        if error:
+            # A worker that nobody can kill goes on with it: perhaps it can be fenced later.
+            self._retry(route, self.fence)
+        else:
             self.connect(route)
 
     def _connect_overdue(self, route: Route) -> None:
@@ -271,6 +274,13 @@ class Routes:
         else:
             route.state = RouteState.DOWN
             route.trouble = message
+
+    def _retry(self, route: Route, call: Callable[[Route], None]) -> float:
+        """Do something about a route once more after a pause, which is returned."""
+        pause_s = RECONNECT_PAUSES_S[min(route.failures, len(RECONNECT_PAUSES_S) - 1)]
+        route.failures += 1
+        route.retry = asyncio.get_running_loop().call_later(pause_s, call, route)
+        return pause_s
 
     def _drop(self, route: Route) -> None:
         """Forget a route, and have its link destroyed if there is one."""

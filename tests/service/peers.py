@@ -166,6 +166,7 @@ class RankPeer(Peer):
         events: what it heard, in order; ``heard_at_s`` says when, on the loop's clock.
         said: the items that it ever submitted, the first of which has the number 1.
         stopped: as SIGSTOP would leave it: it says and hears nothing.
+        largest_bytes: of the messages that it got.
 
     """
 
@@ -187,6 +188,7 @@ class RankPeer(Peer):
         self.listening = False
         self.stopped = False
         self.acknowledges = True
+        self.largest_bytes = 0
         self.welcomed = 0
         self.orders: WorkerOrders | None = None
         self._news = asyncio.Event()
@@ -325,6 +327,7 @@ class RankPeer(Peer):
         if self.stopped:
             self._unread.append((self.on_frames, frames))
             return
+        self.largest_bytes = max(self.largest_bytes, len(frames[0]))
         self._take(decode_to_rank(frames[0]))
 
     def _take(self, message: ToRank) -> None:
@@ -375,6 +378,7 @@ class RankPeer(Peer):
         if self.stopped:
             self._unread.append((self._on_broadcast, frames))
             return
+        self.largest_bytes = max(self.largest_bytes, len(frames[1]))
         message = decode_broadcast(frames[1])
         first = not self.listening
         self.listening = True

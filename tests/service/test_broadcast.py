@@ -8,7 +8,7 @@ import time
 import pytest
 
 from coordinator.broadcast import MAX_EVENTS, GroupLog
-from coordinator.messages import Outcome, Released, Role
+from coordinator.messages import MAX_AUX_BYTES, Outcome, Released, Role
 from tests.service.stage import VirtualStage, config, virtual_time
 from tests.support.waiting import eventually_async
 
@@ -82,3 +82,21 @@ async def test_what_is_told_in_one_turn_goes_out_in_bounded_parts() -> None:
         assert max(parts) <= MAX_EVENTS
         assert sum(parts) == 2 * len(rooms)
         assert all(isinstance(event, Outcome | Released) for event in ranks[0].events)
+
+
+@virtual_time
+@pytest.mark.parametrize("told", ["at once", "anew"])
+async def test_no_message_is_larger_than_a_rank_takes(told: str) -> None:
+    """Each verdict may bring 1 MiB of side data, and a rank cuts its line at 64 MiB."""
+    async with VirtualStage() as stage:
+        (rank,) = await stage.group(Role.DECODE, "d", 1)
+        group = stage.service.membership.groups["d"]
+        events = [Outcome(room, 1, None, bytes(MAX_AUX_BYTES)) for room in range(1, 71)]
+        for event in events:
+            stage.service.rooms.tell(group, event)
+        if told == "anew":
+            group.published = group.log.head  # The broadcast was lost.
+            rank.again()
+        await rank.heard(len(events), Outcome)
+        assert rank.outcomes() == events
+        assert rank.largest_bytes < 16 << 20

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.messages import (
     VERSION,
+    Fenced,
     FencePeer,
     Held,
     Memory,
@@ -259,3 +260,24 @@ async def test_after_a_restart_decode_s_pages_wait_for_the_workers_that_outlived
         await decode.release(7)
         assert now_s() >= fenced_s + DRAIN_S
         assert worker.worker.state is WorkerState.UP
+
+
+async def test_a_fence_that_failed_is_tried_again() -> None:
+    """Case C11: nobody can kill the worker, and the pair is apart until its link is fenced after all."""
+    async with stage() as here:
+        prefill, decode, worker, move = await cancelled(here)
+        await eventually_async(lambda: worker.of(FencePeer), 2 * SETTLE_S)
+        worker.report(Fenced(worker.of(FencePeer)[0].peer, "1 transfers did not settle"))
+        await turns()
+        worker.failed(move, "transport", started=True)
+        await eventually_async(lambda: len(worker.of(FencePeer)) == 2, 5.0)
+        worker.report(Fenced(worker.of(FencePeer)[1].peer))
+        await turns()
+        worker.connect_all()
+        for rank in (prefill, decode):
+            await rank.release(7)
+            rank.drain()
+        decode.offer(8, 1)
+        prefill.send_pages(8, 1)
+        worker.done(await worker.move(1))
+        assert (await prefill.outcome(8)).succeeded

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from coordinator import endings
+from coordinator.endings import Ended
 from coordinator.layout import Layout
 from coordinator.messages import Cancel, Extend, Item, Offer, Open, Outcome, Released, Role, Send
 from tests.service.peers import PAGES, pages
@@ -632,3 +634,32 @@ async def test_a_second_signal_cuts_the_grace_short() -> None:
         hurry.set()
         await asyncio.wait_for(ending, 5)
         assert await prefill[0].failure(1) == "draining"
+
+
+async def test_a_room_whose_pages_are_held_is_not_forgotten() -> None:
+    """Else its next attempt would have the same number, and a release could mean either."""
+    async with VirtualStage() as stage:
+        (prefill,), (decode,), (worker,) = await stage.pair(auto=False)
+        stage.worker(prefill).immortal = True
+        moves = []
+        for attempt in (1, 2):
+            decode.offer(7, 1)
+            prefill.send_pages(7, 1)
+            moves.append(await worker.move(attempt - 1))
+            decode.cancel(7)
+            for rank in (prefill, decode):
+                await rank.outcome(7, attempt)
+                rank.drain()
+            await turns()
+            for room in range(100, 100 + 2 * endings.REMEMBERED):
+                stage.service.rooms.endings.remember(room, Ended(1, None))
+        assert len(stage.service.rooms.endings._ended) <= endings.REMEMBERED + 1
+        for attempt, move in enumerate(moves, 1):
+            assert not prefill.released(7)[attempt - 1 :]
+            worker.failed(move, "transport", started=True)
+            await prefill.release(7, attempt)
+        prefill.drain()
+        await asyncio.sleep(10)
+        for room in range(100, 100 + 2 * endings.REMEMBERED):
+            stage.service.rooms.endings.remember(room, Ended(1, None))
+        assert stage.service.rooms.endings.get(7) is None, "nothing is held any more"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import tempfile
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
+import zmq.auth
 
-from coordinator.config import Config, Listen
+from coordinator.config import Config, Listen, Security
 from coordinator.errors import ConfigError
 from coordinator.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -117,3 +119,74 @@ async def test_a_port_that_is_taken_is_a_sentence(
         )
         with pytest.raises(ConfigError, match=f"listen.control: cannot listen on tcp://127.0.0.1:{port}"):
             await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_a_path_that_is_too_long_for_a_socket_is_a_sentence(
+    context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
+) -> None:
+    listen = Listen(control=(f"ipc://{short_dir}/{'x' * 120}",), outcomes=(f"ipc://{short_dir}/outcomes",))
+    with pytest.raises(ConfigError, match=r"listen\.control: .*xxx cannot be used: .*too long"):
+        await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_a_directory_that_may_not_be_entered_is_a_sentence(
+    context: zmq.Context[zmq.Socket[bytes]], listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="cannot be used: Permission denied"),
+    ):
+        patch.setattr(Path, "exists", _refuse)
+        await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_the_socket_of_another_user_is_told_as_what_it_is(
+    context: zmq.Context[zmq.Socket[bytes]], listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.EACCES)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        await start_and_stop(Service(Config(listen=listen), context))
+
+
+async def test_a_directory_of_another_user_is_no_obstacle(
+    context: zmq.Context[zmq.Socket[bytes]],
+    listen: Listen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anybody can make one of such a name where temporary files are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / "kv-coordinator-theirs"
+    theirs.mkdir()
+    # Python 3.11 asks the system so, and a directory of mode 0700 refuses all but root.
+    known = Path.is_socket
+    monkeypatch.setattr(
+        Path, "is_socket", lambda path: _refuse(path) if path.parent == theirs else known(path)
+    )
+    await start_and_stop(Service(Config(listen=listen), context))
+    assert theirs.is_dir()
+
+
+def _refuse(path: Path) -> bool:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+async def test_a_service_whose_authenticator_has_died_still_stops(
+    context: zmq.Context[zmq.Socket[bytes]], listen: Listen, tmp_path: Path
+) -> None:
+    async with started(Service(Config(listen=listen, security=_keys(tmp_path)), context)) as service:
+        authenticator = service._authenticator
+        assert authenticator is not None
+        assert authenticator.is_alive()
+        authenticator.pipe.send(b"TERMINATE")
+        authenticator.thread.join(10)
+        assert not authenticator.is_alive()
+    assert authenticator.pipe is None
+
+
+def _keys(directory: Path) -> Security:
+    server, client = (zmq.auth.create_certificates(directory, name) for name in ("server", "client"))
+    Path(server[1]).chmod(0o600)
+    (directory / "clients").mkdir()
+    Path(client[0]).rename(directory / "clients" / "client.key")
+    return Security(server_key=Path(server[1]), client_keys=directory / "clients")

@@ -465,3 +465,19 @@ async def test_a_move_of_any_size_reaches_the_worker() -> None:
         for room in range(1, 11):
             assert (await decode.outcome(room)).succeeded
         assert worker.largest_bytes < 8 << 20
+
+
+async def test_a_fence_for_a_new_endpoint_that_is_not_answered_fails_what_waits_for_it() -> None:
+    """Cases C04 and C27: the worker hangs in a native call, and prefill is not complete yet."""
+    async with VirtualStage(config(handoff={"stall_s": 10.0}, peer={"connect_s": 10.0})) as stage:
+        prefill, decode, (worker,) = await stage.pair(auto=False)
+        for room in (7, 8):
+            if room == 8:
+                stage.service.moved(stage.member(decode[0]))
+                await turns()
+                assert worker.of(FencePeer)
+            decode[0].offer(room, 1, 2)
+            prefill[0].send_pages(room, 1, last=False)
+        for room in (7, 8):
+            for rank in prefill + decode:
+                assert await rank.failure(room) == "connect"
