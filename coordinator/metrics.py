@@ -243,8 +243,6 @@ TABLE: Final = (
            _of_groups(lambda o: ((g.name, o.lag(g)) for g in o.groups)), ("group",)),
     Metric("broadcast_kept_events", "gauge", "Events kept for ranks that may still need them.",
            _of_groups(lambda o: ((g.name, len(g.log)) for g in o.groups)), ("group",)),
-    Metric("broadcasts_dropped", "counter", "Broadcasts that the socket did not take; ranks fetch them.",
-           lambda o: o.broadcaster.dropped),
     Metric("replays", "counter", "How often a rank fetched events that it had missed.",
            lambda o: o.counters.replays),
     Metric("replayed_events", "counter", "Events that ranks fetched.", lambda o: o.counters.replayed_events),

@@ -19,7 +19,6 @@ from coordinator.worker.supervisor import WorkerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from coordinator.broadcast import Broadcaster
     from coordinator.config import Config
     from coordinator.groups import Group
     from coordinator.membership import Membership
@@ -52,7 +51,6 @@ class Overview:
     membership: Membership
     transfers: Transfers
     quarantine: Quarantine
-    broadcaster: Broadcaster
 
     def __init__(
         self,
@@ -63,7 +61,6 @@ class Overview:
         membership: Membership,
         transfers: Transfers,
         quarantine: Quarantine,
-        broadcaster: Broadcaster,
     ) -> None:
         """Look at these."""
         self.config = config
@@ -73,7 +70,6 @@ class Overview:
         self.membership = membership
         self.transfers = transfers
         self.quarantine = quarantine
-        self.broadcaster = broadcaster
         self.broken: dict[str, str] = {}
         self.parts: dict[str, Callable[[], bool]] = {"the writer of the log": logs.alive}
         self._started_at_s = self.now_s()

@@ -86,9 +86,8 @@ class Service:
         self.releases.quarantine = self.quarantine
         self.rooms.overflowed = self.membership.lag
         self.overview = Overview(
-            config, self.epoch, self.counters, self.rooms, self.membership, self.transfers, self.quarantine,
-            self.broadcaster,
-        )  # fmt: skip
+            config, self.epoch, self.counters, self.rooms, self.membership, self.transfers, self.quarantine
+        )
         self.addresses: list[str] = []
         self._bound: list[str] = []
         self._private: PrivateDirectory | None = None

@@ -132,11 +132,8 @@ async def test_a_path_that_is_too_long_for_a_socket_is_a_sentence(
 async def test_a_directory_that_may_not_be_entered_is_a_sentence(
     context: zmq.Context[zmq.Socket[bytes]], listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match="cannot be used: Permission denied"),
-    ):
-        patch.setattr(Path, "exists", _refuse)
+    monkeypatch.setattr(Path, "exists", _refuse)
+    with pytest.raises(ConfigError, match="cannot be used: Permission denied"):
         await start_and_stop(Service(Config(listen=listen), context))
 
 
