@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from backends.base import BlockIndex, Grid, Part
 
 _INT32: Final = np.dtype(np.int32)
+#: An int32 numbers no more; and a negative number, read as unsigned, is beyond each of them.
+_MOST_BLOCKS: Final = 1 << 31
 
 
 class Runs(NamedTuple):
@@ -78,7 +80,11 @@ def grid_problem(side: str, grid: Grid, region_bytes: Sequence[int]) -> str | No
         return f"{side} grid has a field that is not an int: {grid}"
     if not 0 <= grid.region < len(region_bytes):
         return f"{side} region {grid.region} is not registered; there are {len(region_bytes)}"
-    if grid.offset_bytes < 0 or grid.count < 1 or not 1 <= grid.block_bytes <= grid.stride_bytes:
+    if (
+        grid.offset_bytes < 0
+        or not 1 <= grid.count <= _MOST_BLOCKS
+        or not 1 <= grid.block_bytes <= grid.stride_bytes
+    ):
         return f"{side} grid is impossible: {grid}"
     if grid.end_bytes > region_bytes[grid.region]:
         return (

@@ -29,6 +29,7 @@ Kinds, and at which call they strike:
 
 from __future__ import annotations
 
+import logging
 import threading
 import tomllib
 from fnmatch import fnmatchcase
@@ -42,6 +43,8 @@ from backends.base import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 Call = Literal["connect", "write"]
 Positive = Annotated[float, Meta(gt=0)]
@@ -111,6 +114,7 @@ class FaultScript:
         self._control = Path(checked.control) if checked.control else None
         self._control_stamp: tuple[int, int] | None = None
         self._calls: dict[tuple[Call, str], int] = {}
+        self._complaint = ""
         # Links of several threads share one script.
         self._lock = threading.Lock()
 
@@ -132,7 +136,13 @@ class FaultScript:
     def in_force(self, fault: Fault) -> bool:
         """Whether a fault that struck earlier is still in the script."""
         with self._lock:
-            self._reread()
+            try:
+                self._reread()
+            except BackendError as error:
+                # For whoever polls a transfer, which must not raise, what was read last counts.
+                if str(error) != self._complaint:
+                    logger.warning("%s; what was in it before is still in force", error)
+                self._complaint = str(error)
             return fault in self._faults
 
     def _reread(self) -> None:

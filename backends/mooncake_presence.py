@@ -249,6 +249,11 @@ class PresenceListener:
         self._closing.close()
 
     def _accept(self) -> None:
+        # First of all: they may be what keeps the process from taking another one.
+        now_s = time.monotonic()
+        for caller in tuple(self._callers):
+            if not caller.greeted() and now_s - caller.since_s > _GREETING_S:
+                self._drop(caller)
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -258,10 +263,6 @@ class PresenceListener:
             logger.warning("a peer's call cannot be taken: %s", error)
             time.sleep(_PAUSE_S)
             return
-        now_s = time.monotonic()
-        for caller in tuple(self._callers):
-            if not caller.greeted() and now_s - caller.since_s > _GREETING_S:
-                self._drop(caller)
         if len(self._callers) >= _MAX_CALLERS:
             logger.warning("a peer's call is refused: there are %d already", len(self._callers))
             connection.close()

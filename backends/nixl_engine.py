@@ -288,6 +288,8 @@ class Agent:
             BackendError: something still holds it.
 
         """
+        if self._native is None:
+            return
         try:
             # Releasing moving requests stops nothing; it only keeps them from leaking below.
             self.release(list(self._requests))

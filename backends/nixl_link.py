@@ -58,7 +58,7 @@ _MAX_PREPARED: Final = 128
 class RemoteRegion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A registered region, as a peer addresses it."""
 
-    address: Annotated[int, Meta(ge=1)]
+    address: Annotated[int, Meta(ge=1, le=2**62)]
     size_bytes: Annotated[int, Meta(ge=1, le=2**62)]
     memory: Literal["host", "cuda"]
     device: Annotated[int, Meta(ge=0, le=1024)]
@@ -189,9 +189,12 @@ class NixlLink(Link):
         """Write a few bytes to a block of the peer's scrap, and wait for its engine.
 
         Raises:
-            BackendError: it is gone or does not answer in time.
+            BackendError: it is gone or does not answer in time. The caller destroys the agent, then.
 
         """
+        # As any write: a copy by this host's own means would land in memory that the peer has given back.
+        if self._passage is not None and not self._passage.enter():
+            raise self._shut()
         source = self._agent.prepare(None, scrap, _SCRAP_GRID)
         destination = self._agent.prepare(self._remote_agent, remote, _SCRAP_GRID)
         blocks = np.array([PROBE], np.int32), np.array([block], np.int32)
@@ -207,6 +210,7 @@ class NixlLink(Link):
             done = self._agent.done(request)
         self._agent.release([request])
         self._agent.forget_prepared()
+        self._rest()
 
     def write(self, parts: Sequence[Part]) -> Transfer:
         """See ``Link.write``."""

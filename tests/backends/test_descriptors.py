@@ -141,6 +141,15 @@ def test_the_message_names_part_side_and_values() -> None:
         check_parts([good, bad], [REGION_BYTES], [REGION_BYTES])
 
 
+def test_a_grid_has_no_more_blocks_than_can_be_numbered() -> None:
+    """Else a negative number, read as unsigned, would be one of them."""
+    large = 1 << 50
+    grid = Grid(0, 0, 256, 256, 3 << 30)
+    part = Part(grid, int32([-(1 << 31) + 5]), grid, int32([-(1 << 31) + 5]))
+    with pytest.raises(InvalidTransferError, match="source grid is impossible"):
+        check_parts([part], [large], [large])
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_runs_copy_the_same_bytes_and_are_as_few_as_can_be(data: st.DataObject) -> None:

@@ -287,6 +287,20 @@ def test_a_broken_control_file_is_an_error(make_pair: Callable[..., Pair], tmp_p
         pair.connect()
 
 
+def test_a_control_file_that_breaks_meanwhile_fails_no_transfer(
+    make_pair: Callable[..., Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever polls is told nothing by an exception: what was read last counts."""
+    control = tmp_path / "faults.toml"
+    write_control(control, f'[[faults]]\nkind = "stall"\nafter_bytes = {HALF}\n')
+    transfer = make_pair(control=str(control)).connect().write([whole(SIZE)])
+    write_control(control, "[[faults]\n")
+    assert {transfer.poll() for _ in range(10)} == {Status.MOVING}
+    assert len([record for record in caplog.records if "still in force" in record.message]) == 1
+    write_control(control, "")
+    until_done(transfer)
+
+
 # --- whose memory ------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from backends import mooncake_presence
 from backends.base import BackendError
 from backends.mooncake_presence import INCARNATION_BYTES, Presence, PresenceListener
 from tests.support.descriptors import open_files
@@ -124,6 +125,24 @@ def test_who_would_open_too_many_files_is_refused(
     assert "it needs 17 open files more" in caplog.text
     presence.confirm(2.0)
     call()
+
+
+def test_who_says_nothing_gives_way_though_no_more_files_can_be_opened(
+    listener: PresenceListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_presence, "_GREETING_S", 1.0)
+    silent = [socket.create_connection((HOST, listener.port), 2.0) for _ in range(10)]
+    eventually(lambda: len(listener._callers) == 10, what="all are taken")
+    with socket.socket() as late:
+        soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, most))
+            late.connect((HOST, listener.port))
+            eventually(lambda: len(listener._callers) == 1, 20, "only the last one is there")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+            for caller in silent:
+                caller.close()
 
 
 def test_another_incarnation_is_refused(listener: PresenceListener) -> None:

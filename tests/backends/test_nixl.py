@@ -192,6 +192,16 @@ def test_nonsense_with_a_right_checksum_is_refused(peer: Peer, make_sender: Make
             )
 
 
+def test_an_address_that_cannot_be_is_refused(peer: Peer, make_sender: MakeSender) -> None:
+    """The engine counts from it, and a sum that no pointer holds would end the worker."""
+    first, *_ = msgspec.msgpack.decode(peer.endpoint, type=Endpoint).regions
+    impossible = msgspec.structs.replace(first, address=2**64 - 1)
+    backend = make_sender()
+    for changes in ({"regions": (impossible,)}, {"probe": impossible}):
+        with pytest.raises(ConnectError, match="is not one of nixl"):
+            backend.connect("peer", changed(peer.endpoint, **changes))
+
+
 def test_memory_that_the_peer_did_not_register_is_not_written(
     peer: Peer, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from backends.base import ConnectError, Region
 from backends.file_locks import holder
 from backends.gate import _entered_byte
+from backends.nixl_link import NixlLink
 from backends.registry import load
 from tests.backends.memory import SharedMemory
 from tests.backends.rigs import ROOT, needs_mooncake, needs_nixl
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
     from backends.base import Backend
     from backends.gate import Gate
+    from backends.nixl_link import Due
 
 SIZE = 16 << 20
 ENGINES = [
@@ -96,6 +101,49 @@ def test_once_it_is_silent_nothing_lands(
     assert not memory.bytes.any()
     assert backend.silent(), "once is for ever"
     renewed.close()
+
+
+@pytest.mark.parametrize(("name", "options"), ENGINES[2:3])
+def test_a_probe_that_comes_late_lands_in_nobodys_memory(
+    name: str, options: dict[str, Any], memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender is slow to connect, and its peer has closed, and is silent, when its probe is written."""
+    peer, us = receiver(name, options, memory), load(name)("us", options)
+    ours = SharedMemory(SIZE)
+    us.start(sends=True)
+    us.register(ours.region)
+    endpoint = peer.endpoint()
+    scrap: Any = vars(peer)["_scrap_memory"]
+    before = bytes(scrap)
+    probe = NixlLink.probe
+
+    def late(link: NixlLink, scrap: Region, remote: Region, block: int, due: Due) -> None:
+        peer.close()
+        assert peer.silent()
+        probe(link, scrap, remote, block, due)
+
+    monkeypatch.setattr(NixlLink, "probe", late)
+    with pytest.raises(ConnectError, match="is gone: it has shut its memory"):
+        us.connect("peer", endpoint)
+    assert bytes(scrap) == before
+    us.close()
+    ours.remove()
+
+
+@pytest.mark.parametrize(("name", "options"), ENGINES[2:3])
+def test_what_a_probe_is_written_to_is_never_given_back(
+    name: str, options: dict[str, Any], memory: SharedMemory
+) -> None:
+    """A sender that does not find the gate cannot see that it was shut."""
+    peer = receiver(name, options, memory)
+    peer.endpoint()
+    scrap = weakref.ref(vars(peer)["_scrap_memory"])
+    gone = weakref.ref(peer)
+    peer.close()
+    del peer
+    gc.collect()
+    assert gone() is None
+    assert scrap() is not None
 
 
 @pytest.mark.parametrize(("name", "options"), ENGINES[2:3])
