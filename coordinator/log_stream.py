@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_WAITING: Final = 2_000
 #: Lines that are kept to be shown later.
 MAX_RECENT: Final = 1_000
+#: A file that could not be set aside is written on for so long before that is tried again.
+ROTATE_AGAIN_S: Final = 10.0
 
 
 class Wanted:
@@ -135,9 +138,18 @@ class FileWriter(Writer):
     """
 
     def __init__(
-        self, path: Path, max_bytes: int, count: int, level: int, tell_dropped: Callable[[int], bytes]
+        self,
+        path: Path,
+        max_bytes: int,
+        count: int,
+        level: int,
+        tell_dropped: Callable[[int], bytes],
+        tell_not_rotated: Callable[[Path, OSError], None],
     ) -> None:
         """Go on where the file ends; keep ``count`` files of ``max_bytes``.
+
+        A file that cannot be set aside is written on, whatever its size: ``tell_not_rotated`` is called once
+        until it can be, in the thread that writes.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -147,8 +159,11 @@ class FileWriter(Writer):
         self._path = path
         self._max_bytes = max_bytes
         self._count = count
+        self._tell_not_rotated = tell_not_rotated
+        self._rotated = True
+        self._rotate_again_s = 0.0
         try:
-            descriptor = self._open()
+            descriptor = self._open(path)
         except OSError as error:
             raise ConfigError([f"log.file: {path} cannot be written: {error.strerror}"]) from error
         self._size_bytes = os.fstat(descriptor).st_size
@@ -157,28 +172,50 @@ class FileWriter(Writer):
         finally:
             os.close(descriptor)
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    def _open(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
     def _write(self, data: bytes) -> bool:
-        if self._size_bytes and self._size_bytes + len(data) > self._max_bytes:
-            try:
-                self._rotate()
-            except OSError:
-                return False
+        full = self._size_bytes and self._size_bytes + len(data) > self._max_bytes
+        if full and time.monotonic() >= self._rotate_again_s:
+            self._try_to_rotate()
         written = super()._write(data)
         self._size_bytes += len(data) if written else 0
         return written
 
+    def _try_to_rotate(self) -> None:
+        try:
+            self._rotate()
+        except OSError as error:
+            self._rotate_again_s = time.monotonic() + ROTATE_AGAIN_S
+            if self._rotated:
+                self._tell_not_rotated(self._path, error)
+            self._rotated = False
+        else:
+            self._rotated = True
+
     def _rotate(self) -> None:
-        """Give the files of today the next number each; the last one goes."""
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._count))]
-        for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
-            if newer.exists():
-                newer.replace(older)
-        if self._count == 1:
-            self._path.unlink(missing_ok=True)
-        descriptor = self._open()
-        os.dup2(descriptor, self._descriptor, inheritable=False)
-        os.close(descriptor)
+        """Set the file aside and go on in a new one.
+
+        The new one is opened first, under another name: without it, nothing is renamed. One that is left of
+        an attempt that failed is empty.
+        """
+        new = self._path.with_name(f"{self._path.name}.new")
+        descriptor = self._open(new)
+        try:
+            self._set_aside()
+            new.replace(self._path)
+            os.dup2(descriptor, self._descriptor, inheritable=False)
+        finally:
+            os.close(descriptor)
         self._size_bytes = 0
+
+    def _set_aside(self) -> None:
+        """Give the files of today the next number each; the last one goes.
+
+        Only as far as there is no gap: where a rename failed, the next attempt moves nothing twice.
+        """
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._count))]
+        free = next((number for number, name in enumerate(names) if not name.exists()), len(names) - 1)
+        for number in range(free, 0, -1):
+            names[number - 1].replace(names[number])

@@ -151,7 +151,9 @@ def configure(
     else:
         _processors[:] = [_render_json]
     if file is not None:
-        _State.file = FileWriter(*file, _NUMBERS[level], lambda count: _encode(_dropped(count)))
+        _State.file = FileWriter(
+            *file, _NUMBERS[level], lambda count: _encode(_dropped(count)), _tell_not_rotated
+        )
     _State.writer = Writer(stream.fileno(), _dropped_line)
     _State.recent = Recent(_NUMBERS[level])
     _State.outlets = tuple(outlet for outlet in (_State.recent, _State.file) if outlet is not None)
@@ -293,6 +295,10 @@ def _dropped_line(count: int) -> bytes | str:
 
 def _dropped(count: int) -> EventDict:
     return {"timestamp": _timestamp(), "level": "warning", "event": "log.dropped", "lines": count}
+
+
+def _tell_not_rotated(path: Path, error: OSError) -> None:
+    get_logger().warning("log.file_not_rotated", file=str(path), why=error.strerror or str(error))
 
 
 class _Bridge(logging.Handler):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 
-from coordinator import logs
+from coordinator import log_stream, logs
 from coordinator.errors import ConfigError
+from coordinator.log_stream import FileWriter
 from coordinator.logs import LogFile, get_logger
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +77,108 @@ def test_one_file_begins_anew(tmp_path: Path) -> None:
             get_logger().info("test.line", number=number, text="x" * 200)
             logs.close()
     assert [line["number"] for line in lines(path)] == [1]
+
+
+class Full:
+    """A log whose file is full, with all the files that are kept beside it, and failures to set it aside.
+
+    Attributes:
+        path: the file.
+        attempts: how often that has failed so far.
+
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attempts = 0
+        for number in range(1, 5):
+            path.with_name(f"{path.name}.{number}").write_text(f'{{"history":{number}}}\n')
+        path.write_text('{"history":0}\n')
+
+    @property
+    def history(self) -> dict[str, int]:
+        """In which file each of the former lines is."""
+        return {
+            file.name: line["history"]
+            for file in self.path.parent.glob(f"{self.path.name}*")
+            for line in lines(file)
+            if "history" in line
+        }
+
+    def fail(self, *_: object) -> int:
+        self.attempts += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    @property
+    def written(self) -> int:
+        """How many lines of a test are in the file."""
+        return [line.get("event") for line in lines(self.path)].count("test.line")
+
+    def write(self, count: int) -> None:
+        """Write so many lines, each by itself; wait until it is there."""
+        for _ in range(count):
+            expected = self.written + 1
+            get_logger().info("test.line", text="x" * 100)
+            eventually(lambda: self.written == expected, what="the line is in the file")  # noqa: B023 - at once
+
+
+def test_a_file_that_cannot_be_set_aside_loses_no_line_and_no_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is any moved: another attempt to set it aside would move them again."""
+    monkeypatch.setattr(log_stream, "ROTATE_AGAIN_S", 0.0, raising=False)
+    full = Full(tmp_path / "log")
+    before = full.history
+    with (tmp_path / "stdout").open("w+") as stdout:
+        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        with monkeypatch.context() as broken:
+            broken.setattr(FileWriter, "_open", full.fail)
+            full.write(3)
+            assert full.attempts >= 3
+            assert full.history == before
+            assert logs.dropped() == 0
+        get_logger().info("test.last")
+        logs.close()
+    assert full.history == {"log.1": 0, "log.2": 1, "log.3": 2, "log.4": 3}, "it goes on as if nothing was"
+    assert [line["event"] for line in lines(full.path)] == ["test.last"]
+    kept = [line["event"] for line in lines(tmp_path / "log.1")[1:]]
+    assert sorted(kept) == ["log.file_not_rotated"] + ["test.line"] * 3, "it is said once"
+    assert {file.name for file in tmp_path.glob("log*")} == {"log", "log.1", "log.2", "log.3", "log.4"}
+
+
+def test_a_file_that_cannot_be_renamed_costs_the_oldest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is mounted by itself."""
+    monkeypatch.setattr(log_stream, "ROTATE_AGAIN_S", 0.0, raising=False)
+    full = Full(tmp_path / "log")
+    replace = Path.replace
+
+    def busy(file: Path, target: Path) -> Path:
+        if file == full.path:
+            full.fail()
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", busy)
+    with (tmp_path / "stdout").open("w+") as stdout:
+        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        full.write(3)
+        logs.close()
+    assert full.attempts >= 3
+    assert full.history == {"log": 0, "log.2": 1, "log.3": 2, "log.4": 3}
+    assert "log.file_not_rotated" in (tmp_path / "stdout").read_text()
+
+
+def test_what_cannot_be_set_aside_is_not_tried_at_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full(tmp_path / "log")
+    with (tmp_path / "stdout").open("w+") as stdout:
+        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        monkeypatch.setattr(FileWriter, "_open", full.fail)
+        full.write(3)
+        logs.close()
+    assert full.attempts == 1
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
