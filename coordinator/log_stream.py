@@ -180,7 +180,8 @@ class FileWriter(Writer):
         if full and time.monotonic() >= self._rotate_again_s:
             self._try_to_rotate()
         written = super()._write(data)
-        self._size_bytes += len(data) if written else 0
+        # Of what was not written, a part may be there.
+        self._size_bytes = self._size_bytes + len(data) if written else os.fstat(self._descriptor).st_size
         return written
 
     def _try_to_rotate(self) -> None:
@@ -209,6 +210,7 @@ class FileWriter(Writer):
         finally:
             os.close(descriptor)
         self._size_bytes = 0
+        self._torn = False
 
     def _set_aside(self) -> None:
         """Give the files of today the next number each; the last one goes.

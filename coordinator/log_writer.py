@@ -62,6 +62,8 @@ class Writer:
         """
         self._descriptor = os.dup(descriptor)
         self._tell_dropped = tell_dropped
+        # Whether what was written last ends within a line.
+        self._torn = False
         self._lines: deque[bytes | str] = deque()
         self._asleep = False
         self._wake = threading.Event()
@@ -100,12 +102,14 @@ class Writer:
     def _run(self) -> None:
         told = 0
         while self._gather():
-            batch = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH))]
-            if self.dropped > told:
-                batch.append(self._tell_dropped(self.dropped - told))
-                told = self.dropped
-            if not self._write(b"".join(map(_with_end, batch))):
-                self._drop(len(batch))
+            lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH))]
+            dropped = self.dropped
+            news = [self._tell_dropped(dropped - told)] if dropped > told else []
+            if self._write(b"".join(map(_with_end, [*lines, *news]))):
+                told = dropped
+            else:
+                # A part may be there. What was to be told is no line that is lost: it is told next time.
+                self._drop(len(lines))
         os.close(self._descriptor)
 
     def _gather(self) -> bool:
@@ -123,16 +127,20 @@ class Writer:
 
     def _write(self, data: bytes) -> bool:
         """Write all of it; False when the descriptor does not take it."""
-        rest = memoryview(data)
+        # Half a line would spoil the next one as well.
+        rest = memoryview(b"\n" + data if self._torn else data)
         while rest:
             try:
-                rest = rest[os.write(self._descriptor, rest) :]
+                count = os.write(self._descriptor, rest)
             except BlockingIOError:
                 select.select([], [self._descriptor], [], 1.0)
             except OSError:
                 # The reader is gone or the disk is full. The next batch tries again.
                 time.sleep(GATHER_S)
                 return False
+            else:
+                self._torn = rest[count - 1] != ord("\n")
+                rest = rest[count:]
         return True
 
 

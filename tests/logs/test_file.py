@@ -181,6 +181,28 @@ def test_what_cannot_be_set_aside_is_not_tried_at_every_line(
     assert full.attempts == 1
 
 
+def test_a_new_file_has_nothing_of_the_half_line_in_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    write = os.write
+
+    def write_half(descriptor: int, data: memoryview) -> int:
+        if len(data) == 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:-10])
+
+    with (tmp_path / "stdout").open("w+") as stdout:
+        logs.configure("info", "json", stdout, LogFile(path, 100, 2))
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", write_half)
+            get_logger().info("test.line", text="x" * 100)
+            eventually(lambda: logs.dropped() == 2, what="it is lost, on stdout as well")
+        get_logger().info("test.last")
+        logs.close()
+    assert [line["event"] for line in lines(path)] == ["test.last", "log.dropped"]
+
+
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with (
         (tmp_path / "stdout").open("w+") as stdout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -131,6 +132,64 @@ def test_a_reader_that_has_gone_is_survived_and_counted(pipe: tuple[int, int]) -
     writer.put(b"and another")
     eventually(lambda: writer.dropped >= 2, what="the next line is counted")
     writer.close(1.0)
+
+
+class Disk:
+    """Stands in for ``os.write``: a disk that is full, except for a few bytes.
+
+    Attributes:
+        room_bytes: how much it still takes; None when it is not full.
+
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room_bytes: int | None = 0
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.room_bytes is None:
+            return self._write(descriptor, data)
+        if not self.room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = self._write(descriptor, data[: self.room_bytes])
+        self.room_bytes -= count
+        return count
+
+
+def test_all_that_was_lost_is_told_also_what_was_lost_while_it_could_not_be_told(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, descriptor = pipe
+    disk = Disk(monkeypatch)
+    writer = Writer(descriptor, tell)
+    os.close(descriptor)
+    for batch in range(1, 6):
+        for _ in range(10):
+            writer.put(b"lost")
+        eventually(lambda: writer.dropped >= 10 * batch, what="they are counted")  # noqa: B023 - at once
+    disk.room_bytes = None
+    writer.put(b"there")
+    writer.close(5.0)
+    assert writer.dropped == 50
+    assert drain(reader) == b"there\ndropped 50\n"
+
+
+def test_half_a_line_does_not_spoil_the_next_one(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, descriptor = pipe
+    disk = Disk(monkeypatch)
+    disk.room_bytes = len("whole\nha")
+    writer = Writer(descriptor, tell)
+    os.close(descriptor)
+    for line in (b"whole", b"half"):
+        writer.put(line)
+    eventually(lambda: writer.dropped, what="they are counted")
+    disk.room_bytes = None
+    writer.put(b"there")
+    writer.close(5.0)
+    assert drain(reader).splitlines() == [b"whole", b"ha", b"there", f"dropped {writer.dropped}".encode()]
 
 
 def test_a_descriptor_that_does_not_wait_is_waited_for(pipe: tuple[int, int]) -> None:
