@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator import config_conflicts
 from coordinator.config_problems import Problem, explain, without
@@ -54,6 +54,19 @@ Name = Annotated[
         pattern=r"^[A-Za-z0-9._:-]+$",
         description="a name in quotes, of 1 to 128 letters, digits and . _ : -",
     ),
+]
+
+
+def _nameable(path: Path) -> Path:
+    """Refuse what the system's calls refuse by an error that is not one of a file."""
+    if "\0" in str(path):
+        raise ValueError
+    return path
+
+
+#: A path that a file can have.
+FilePath = Annotated[
+    Path, Field(strict=False, description="the path of a file, in quotes"), AfterValidator(_nameable)
 ]
 
 
@@ -202,9 +215,7 @@ class Http(Section):
         str,
         Field(pattern=r"^$|^[!-~]{16,512}$", description="a secret in quotes, of 16 to 512 ASCII characters"),
     ] = ""
-    token_file: Annotated[Path | None, Field(strict=False, description="the path of a file, in quotes")] = (
-        None
-    )
+    token_file: Annotated[FilePath | None, Field(description="the path of a file, in quotes")] = None
 
 
 class Log(Section):
@@ -224,7 +235,7 @@ class Log(Section):
     format: Annotated[
         Literal["auto", "json", "console"], Field(description='"auto", "json" or "console"')
     ] = "auto"
-    file: Annotated[Path | None, Field(strict=False, description="the path of a file, in quotes")] = None
+    file: Annotated[FilePath | None, Field(description="the path of a file, in quotes")] = None
     file_bytes: Annotated[
         int, Field(ge=65536, le=1 << 40, description="a whole number of bytes, at least 65536")
     ] = 64 << 20
@@ -246,8 +257,8 @@ class Security(Section):
 
     """
 
-    server_key: Annotated[Path, Field(strict=False, description="the path of a key file, in quotes")]
-    client_keys: Annotated[Path, Field(strict=False, description="the path of a directory, in quotes")]
+    server_key: Annotated[FilePath, Field(description="the path of a key file, in quotes")]
+    client_keys: Annotated[FilePath, Field(description="the path of a directory, in quotes")]
 
 
 class Config(Section):
@@ -298,7 +309,9 @@ def parse(text: str, name: str = "configuration") -> Config:
     """
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError as error:
+        raise ConfigError([f"{name}: is nested too deeply"]) from error
+    except ValueError as error:  # no TOML, or a number of thousands of digits
         raise ConfigError([f"{name}: is not TOML: {error}"]) from error
     problems: list[Problem] = []
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from backends import registry
 from coordinator import addresses
-from coordinator.config_problems import Problem, did_you_mean
+from coordinator.config_problems import Problem, did_you_mean, dotted
 from coordinator.messages import EXTERNAL
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ def find(config: Config) -> Iterator[Problem]:
         yield from _security(config.security)
 
 
-def _problem(text: str, key: str, *others: str) -> Problem:
-    return Problem(key, text, (key, *others))
+def _problem(text: str, key: str, *others: str, where: str = "") -> Problem:
+    """Make a problem of keys of ours, none of which holds a dot; it is told under ``where``."""
+    return Problem(where or key, text, tuple(tuple(name.split(".")) for name in (key, *others)))
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
@@ -80,7 +81,8 @@ def _backend(config: Config) -> Iterator[Problem]:
         yield _problem(_unknown_backend(config.backend.name, known), "backend.name")
     for name in config.backend.options:
         if name not in known:
-            yield _problem(_unknown_backend(name, known), f"backend.options.{name}", "backend.options")
+            where = dotted(("backend", "options", name))
+            yield _problem(_unknown_backend(name, known), "backend.options", where=where)
 
 
 def _unknown_backend(name: str, known: list[str]) -> str:
@@ -97,7 +99,7 @@ def _listen(config: Config) -> Iterator[Problem]:
             try:
                 parsed[where] = addresses.split(text)
             except ValueError as error:
-                yield Problem(where, f"is {error}", (key,))
+                yield _problem(f"is {error}", key, where=where)
     yield from _reachable(config, parsed)
     yield from _taken_twice(parsed)
     offered = {addresses.transport(text) for text in listen.outcomes}
@@ -115,18 +117,20 @@ def _reachable(config: Config, parsed: dict[str, Address]) -> Iterator[Problem]:
     for where, address in parsed.items():
         owner = where.partition("[")[0]
         if address.wildcard and not config.listen.advertise:
-            yield Problem(
-                where,
+            yield _problem(
                 f"is on every interface ({address.host}), which is no address to connect to: "
                 "set listen.advertise to this host's name",
-                (owner, "listen.advertise"),
+                owner,
+                "listen.advertise",
+                where=where,
             )
         if not address.local and config.security is None:
-            yield Problem(
-                where,
+            yield _problem(
                 f"can be reached from other hosts ({address.host}): set security.server_key and "
                 "security.client_keys, or use ipc:// or tcp://127.0.0.1",
-                (owner, "security"),
+                owner,
+                "security",
+                where=where,
             )
 
 
@@ -159,7 +163,8 @@ def _taken_twice(parsed: dict[str, Address]) -> Iterator[Problem]:
     for where, address in parsed.items():
         if address in first and not (address.transport == "tcp" and address.port == 0):
             owners = (where.partition("[")[0], first[address].partition("[")[0])
-            yield Problem(where, f"is the same address as {first[address]}; each needs its own", owners)
+            twice = f"is the same address as {first[address]}; each needs its own"
+            yield _problem(twice, *owners, where=where)
         first.setdefault(address, where)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -20,6 +20,8 @@ Path = tuple[str | int, ...]
 
 #: A value is quoted up to this length.
 _SHOWN: Final = 60
+#: A key that TOML takes without quotes.
+_BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_A_TABLE: Final = {"model_type", "model_attributes_type"}
 
 
@@ -30,23 +32,23 @@ class Problem:
     Attributes:
         key: what the line starts with, such as ``handoff.deadline_s``.
         text: what is wrong and what is accepted.
-        involved: every key that the mistake is about.
+        involved: every key that the mistake is about, as its parts: in quotes, a part may hold a dot.
 
     """
 
     key: str
     text: str
-    involved: tuple[str, ...]
+    involved: tuple[Path, ...]
 
     @property
     def line(self) -> str:
         """The mistake in one line, without the file's name."""
         return f"{self.key}: {self.text}"
 
-    def touches(self, keys: set[str]) -> bool:
+    def touches(self, keys: set[Path]) -> bool:
         """Whether it is about one of ``keys``, about a table that holds one, or about a part of one."""
         return any(
-            mine == other or mine.startswith(f"{other}.") or other.startswith(f"{mine}.")
+            mine[: len(other)] == other or other[: len(mine)] == mine
             for mine in self.involved
             for other in keys
         )
@@ -66,15 +68,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
 
 def without(data: Mapping[str, object], problems: Sequence[Problem]) -> dict[str, object]:
     """Return a copy of ``data`` that lacks everything that the problems are about."""
-    rest = copy.deepcopy(dict(data))
+    rest = dict(data)
     for problem in problems:
-        for key in problem.involved:
-            *tables, last = key.split(".")
-            table: object = rest
+        for *tables, last in problem.involved:
+            table = rest
             for name in tables:
-                table = table.get(name) if isinstance(table, dict) else None
-            if isinstance(table, dict):
-                table.pop(last, None)
+                inner = table.get(str(name))
+                if not isinstance(inner, dict):
+                    break
+                # Only the tables on the way are copied: what is in others may be nested deeply.
+                inner = table[str(name)] = dict(inner)
+                table = inner
+            else:
+                table.pop(str(last), None)
     return rest
 
 
@@ -91,24 +97,45 @@ def shown(value: object) -> str:
     elif isinstance(value, (bool, str)):
         text = json.dumps(value, ensure_ascii=False)
     else:
-        text = str(value)
+        text = _number(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def dotted(location: Path) -> str:
+    """Return a key as it is told: its parts with dots between them, quoted where TOML needs that."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            quoted = part if _BARE.fullmatch(part) else json.dumps(part)
+            text += f".{quoted}" if text else quoted
+    return text
+
+
+def _number(value: object) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes no number of thousands of digits, except in hexadecimal
+        return f"{value:#x}"
 
 
 def _explain_one(kind: str, location: Path, value: object, model: type[BaseModel]) -> Problem:
     fields, table = _walk(location, model)
-    key = _dotted(location)
+    key = dotted(location)
     if kind == "extra_forbidden":
         known = list(table.model_fields)
         hint = did_you_mean(str(location[-1]), known)
-        return Problem(key, f"unknown key{hint or ';'} accepted here: {', '.join(known)}", (key,))
+        return Problem(key, f"unknown key{hint or ';'} accepted here: {', '.join(known)}", (location,))
     accepted = fields[-1].description if fields else None
     if kind in _NOT_A_TABLE or accepted is None:
-        return Problem(key, f"is {shown(value)}, must be a table of keys", (key,))
+        return Problem(key, f"is {shown(value)}, must be a table of keys", (location,))
     if kind == "missing":
         # The table cannot be used at all without this key.
-        return Problem(key, f"is missing, must be {accepted}", (_dotted(location[:-1]),))
-    owner = _dotted(location[: len(fields)])
+        return Problem(key, f"is missing, must be {accepted}", (location[:-1],))
+    owner = location[: len(fields)]
+    if fields[-1].is_required():  # the same
+        owner = owner[:-1]
     return Problem(key, f"is {shown(value)}, must be {accepted}", (owner,))
 
 
@@ -132,10 +159,3 @@ def _model_of(field: FieldInfo) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
-
-
-def _dotted(location: Path) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text

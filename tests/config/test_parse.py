@@ -237,6 +237,39 @@ def test_text_that_is_no_toml_is_refused_with_the_place() -> None:
     assert "line 1" in line
 
 
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [
+        ('"handoff.deadline_s" = 100', '"handoff.deadline_s": unknown key'),
+        ('[handoff]\n"a.b" = 1', 'handoff."a.b": unknown key'),
+        ('[handoff]\n"deadline_s\\n" = 1', 'handoff."deadline_s\\n": unknown key'),
+        ('"" = 1', '"": unknown key'),
+        ('[backend.options]\n"my.be" = 1', 'backend.options."my.be": is 1, must be one table'),
+        ('[backend.options."my.be"]\nx = 1', "backend.options.\"my.be\": there is no backend 'my.be'"),
+        ("[[handoff]]\na = 1", "handoff: is a list of 1, must be a table of keys"),
+        ('[security]\nserver_key = 1\nclient_keys = "/x"', "security.server_key: is 1, must be the path"),
+        ('[security]\nserver_key = "/x\\u0000"\nclient_keys = "/x"', 'security.server_key: is "/x\\u0000"'),
+        ('[security]\nserver_key = "/x"\nclient_keys = "/x\\u0000"', 'security.client_keys: is "/x\\u0000"'),
+        ('[log]\nfile = "/x\\u0000y"', 'log.file: is "/x\\u0000y", must be the path of a file, in quotes'),
+        ('[http]\ntoken_file = "/\\u0000"', 'http.token_file: is "/\\u0000", must be the path of a file'),
+        ('[listen]\ncontrol = ["ipc:///x\\u0000y"]', "listen.control[0]: is "),
+        (f"a = {'[' * 3000}", "is nested too deeply"),
+        (f"a{'.a' * 3000} = 1", "a: unknown key"),
+        (f"[limits]\nmax_groups = {'1' * 5000}", "is not TOML: Exceeds the limit"),
+        (f"[limits]\nmax_groups = 0x{'f' * 5000}", "limits.max_groups: is 0xfff"),
+        (f"[handoff]\ndeadline_s = 0x{'f' * 5000}", "handoff.deadline_s: is 0xfff"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_no_text_raises_anything_else_than_that_it_cannot_be_used(text: str, starts: str) -> None:
+    assert problem(text).startswith(starts)
+
+
+def test_a_key_in_quotes_is_not_the_one_that_its_dots_would_name() -> None:
+    lines = problems('"handoff.deadline_s" = 1\n[handoff]\ndeadline_s = 100\nhard_cap_s = 99')
+    assert [line.partition(": ")[0] for line in lines] == ['"handoff.deadline_s"', "handoff.deadline_s"]
+
+
 def test_a_long_value_is_shortened() -> None:
     assert len(problem(f'[log]\nlevel = "{"x" * 10_000}"')) < 200
 

@@ -161,6 +161,21 @@ async def test_a_file_with_mistakes_is_refused_with_all_of_them(file: Path) -> N
         assert "cannot be read" in (await it.post("/v1/reload", 409))["error"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['"handoff.deadline_s" = 100', f"a = {'[' * 3000}", '[http]\ntoken_file = "/\\u0000"'],
+    ids=["dotted", "nested", "null"],
+)
+async def test_whatever_is_in_the_file_is_refused_as_a_mistake(file: Path, text: str) -> None:
+    async with served(path=file) as it:
+        it.stage.service.config = Config()
+        write(file, text)
+        with capture("error") as log:
+            await it.post("/v1/reload", 409)
+        assert log.events == ["config.refused"]
+        assert it.stage.service.counters.bugs == 0
+
+
 async def test_without_a_file_there_is_nothing_to_read() -> None:
     async with served() as it:
         assert "without a file" in (await it.post("/v1/reload", 409))["error"]
