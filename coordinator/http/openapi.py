@@ -57,6 +57,7 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     statuses = dict(route.statuses)
     statuses[400] = "a parameter or the body cannot be used"
     statuses[403] = "the request comes from where it must not come from"
+    statuses[415] = "the body is compressed"
     if route.changes:
         statuses[401] = "the token is missing or wrong"
     for status, why in sorted(statuses.items()):

@@ -91,6 +91,8 @@ class HttpServer:
             shutdown_timeout=FAREWELL_S,
             handler_cancellation=True,
             keepalive_timeout=KEPT_ALIVE * IDLE_S,
+            # A few bytes may become very many, and the loop would stand still for all of them.
+            auto_decompress=False,
         )
         await self._runner.setup()
         assert self._runner.server is not None  # noqa: S101 - it was set up
@@ -131,6 +133,8 @@ class HttpServer:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             refused = self._refused(request)
+            if refused is None and "Content-Encoding" in request.headers:
+                refused = reply(Problem(error="the body must not be compressed"), 415)
             return refused if refused is not None else await handler(request)
         except BadRequestError as error:
             return reply(Problem(error=str(error)), 400)

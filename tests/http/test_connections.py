@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from aiohttp import http_parser
 
 from coordinator.http import connections, routes, stream
 from coordinator.logs import get_logger
@@ -128,6 +130,26 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         head = b"POST /v1/handoffs/1/cancel HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
         assert await line.ask(head) == b"HTTP/1.1 408 Request Timeout\r\n"
         assert (await it.get("/healthz"))["ok"]
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [b"GET /healthz", b"GET /v1/nope", b"POST /v1/handoffs/1/cancel", b"POST /v1/drain"],
+    ids=["get", "nothing", "body", "post"],
+)
+async def test_a_compressed_body_is_refused_as_it_is(
+    request_line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a few bytes that become very many, and anybody may send it."""
+    decompressed: list[object] = []
+    monkeypatch.setattr(http_parser.DeflateBuffer, "feed_data", lambda _, *data: decompressed.append(data))
+    bomb = gzip.compress(bytes(50 << 20))
+    head = b"Host: localhost\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
+    async with served() as it, connected(it) as line:
+        answer = await line.ask(request_line + b" HTTP/1.1\r\n" + head + bomb)
+        assert answer == b"HTTP/1.1 415 Unsupported Media Type\r\n"
+        assert not decompressed
+        assert not it.stage.service.rooms.draining
 
 
 async def test_a_body_without_end_ends_the_connection() -> None:
