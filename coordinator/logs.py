@@ -17,6 +17,7 @@ Records of the standard library's ``logging`` come out as lines of the same form
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import sys
 from itertools import islice
@@ -30,12 +31,13 @@ from structlog.dev import ConsoleRenderer, plain_traceback
 
 from coordinator.log_stream import FileWriter, Follower, Recent
 from coordinator.log_writer import DirectWriter, Writer
+from coordinator.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from structlog.typing import EventDict, Processor, WrappedLogger
+    from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
@@ -249,17 +251,25 @@ def _render_json(_logger: WrappedLogger, _level: str, entry: EventDict) -> bytes
 
 
 def _console_renderer(*, colors: bool) -> Processor:
-    render = ConsoleRenderer(colors=colors, exception_formatter=plain_traceback)
+    render = ConsoleRenderer(colors=colors, exception_formatter=_write_traceback)
 
     def safe(logger: WrappedLogger, level: str, entry: EventDict) -> str | bytes:
         if entry.get("exc_info") is True:
             entry["exc_info"] = sys.exc_info()
         try:
-            return render(logger, level, entry)
+            # Values of other kinds are shown by their repr, which escapes the same.
+            texts = {key: printable(value) for key, value in entry.items() if isinstance(value, str)}
+            return render(logger, level, {**entry, **texts})
         except Exception:  # noqa: BLE001 - see _render_json
             return _encode(_plain(entry))
 
     return safe
+
+
+def _write_traceback(stream: TextIO, error: ExcInfo) -> None:
+    text = io.StringIO()
+    plain_traceback(text, error)
+    stream.write(printable_lines(text.getvalue()))
 
 
 def _spell_out(entry: EventDict) -> None:

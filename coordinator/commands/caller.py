@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 from coordinator.errors import CallRefusedError, ConfigError, NoAnswerError
+from coordinator.printable import printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -128,13 +129,13 @@ class Caller:
 
 
 def _told(answer: http.client.HTTPResponse) -> str:
-    """Return the sentence of a refusal."""
+    """Return the sentence of a refusal, as a terminal may have it."""
     text = answer.read().decode(errors="replace")
     try:
         told = json.loads(text)
-        return str(told["error"]) if "error" in told else "; ".join(told["reasons"])
+        return printable_lines(str(told["error"]) if "error" in told else "; ".join(told["reasons"]))
     except (ValueError, KeyError, TypeError):
-        return f"{answer.status} {answer.reason}: {text[:200]!r}"
+        return printable_lines(f"{answer.status} {answer.reason}: {text[:200]!r}")
 
 
 def _why(error: OSError | http.client.HTTPException) -> str:

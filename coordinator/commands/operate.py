@@ -248,7 +248,8 @@ def _print_story(answer: dict[str, Any]) -> None:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    # Nor is there markup in what comes from others.
+    return Console(highlight=False, markup=False)
 
 
 def _print_json(answer: object) -> None:

@@ -1,4 +1,7 @@
-"""Writes answers down for people: tables and sentences; colours only on a terminal."""
+"""Writes answers down for people: tables and sentences; colours only on a terminal.
+
+Much in them comes from others: no text of an answer reaches the terminal as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from coordinator.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,6 +56,7 @@ def size(size_bytes: float) -> str:
 
 def status(answer: Answer, oldest: list[Answer]) -> RenderableType:
     """Show the coordinator at a glance, and the handoffs that have waited longest."""
+    answer = _readable(answer)
     head = Text.assemble(
         (answer["name"], "bold"),
         f" {answer['version']}, backend {answer['backend']}, up {duration(answer['uptime_s'])}: ",
@@ -112,6 +118,7 @@ def _groups(groups: list[Answer]) -> Table:
 
 def handoffs(found: list[Answer]) -> Table:
     """Show handoffs, one a line, with what each waits for or why it failed."""
+    found = _readable(found)
     table = Table(title="handoffs", title_justify="left", pad_edge=False, box=None, header_style="dim")
     for name in ("room", "state", "age", "after prefill", "remaining"):
         table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
@@ -140,6 +147,7 @@ def _waits(handoff: Answer) -> str:
 
 def story(answer: Answer) -> RenderableType:
     """Show all that is known of a room."""
+    answer = _readable(answer)
     if "story" not in answer:
         verdict = "succeeded" if answer["failure"] is None else _verdict(answer["failure"])
         return Text(f"room {answer['room']}, attempt {answer['attempt']}, a while ago: {verdict}")
@@ -214,13 +222,27 @@ def _moves(moves: list[Answer]) -> Table:
 
 def log_line(entry: Answer) -> Text:
     """Show a line of the log."""
+    shown = _readable(entry)
+    if "exception" in entry:
+        shown["exception"] = printable_lines(str(entry["exception"]))
     rest = " ".join(
-        f"{key}={value}" for key, value in entry.items() if key not in {"timestamp", "level", "event"}
+        f"{key}={value}" for key, value in shown.items() if key not in {"timestamp", "level", "event"}
     )
-    level = str(entry.get("level", ""))
+    level = str(shown.get("level", ""))
     return Text.assemble(
-        (f"{entry.get('timestamp', '')} ", "dim"),
+        (f"{shown.get('timestamp', '')} ", "dim"),
         (f"{level:7} ", _COLOURS.get(level, "")),
-        (f"{entry.get('event', '')} ", "bold"),
+        (f"{shown.get('event', '')} ", "bold"),
         rest,
     )
+
+
+def _readable(value: Any) -> Any:  # noqa: ANN401 - whatever JSON says
+    """Return a part of an answer with all texts in it as a terminal may have them."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_readable(part) for part in value]
+    if isinstance(value, dict):
+        return {_readable(name): _readable(part) for name, part in value.items()}
+    return value

@@ -206,6 +206,27 @@ def test_people_get_readable_lines(stream: io.TextIOWrapper) -> None:
     assert "its repr raised RuntimeError" in second
 
 
+def test_no_text_of_others_reaches_the_terminal_of_people_as_it_is(stream: io.TextIOWrapper) -> None:
+    """Some would give it another title, clear it, or more."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b2J"
+    logs.configure("info", "console", stream)
+    logs.get_logger().info(evil, why=evil, list=[evil])
+
+    def fail() -> None:
+        raise ValueError(evil)
+
+    try:
+        fail()
+    except ValueError as error:
+        logs.get_logger().warning("it.failed", error=error, exc_info=error)
+    logs.close()
+    stream.seek(0)
+    text = stream.read()
+    assert text.replace("\n", "").isprintable()
+    assert text.count("\\x1b]0;owned\\x07\\x1b[2J\\x9b2J") == 5
+    assert len(text.splitlines()) > 4, "a traceback has its lines"
+
+
 def test_a_terminal_gets_colours_and_a_pipe_gets_json(programs_pty: Callable[[str], str]) -> None:
     code = "from coordinator import logs; logs.configure(); logs.get_logger().info('some.event', room=7)"
     on_terminal = programs_pty(code)

@@ -1,0 +1,18 @@
+"""Texts of others, as a terminal may have them: what would move its cursor or worse is written out."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    r"""Return the text with its escape for each character that is not printable, such as ``\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def printable_lines(text: str) -> str:
+    """Return the same of a text whose lines are to stay, such as a traceback."""
+    return "\n".join(map(printable, text.split("\n")))
