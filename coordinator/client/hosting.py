@@ -254,17 +254,15 @@ class Hosting:
             messages.VERSION, orders.token, os.getpid(), backend.capabilities.lands_after_settled
         )
         logger.info("the worker of %s runs, with %s", self._name, orders.backend)
-        with _monitored(line) as monitor:
-            loop = ControlLoop(line, hello, host, outbox, orders.heartbeat_s)
-            loop.listen(self._bell.fileno(), lambda: self._is_called(post))
-            loop.listen(monitor, self._is_cut)
-            end = loop.run()
         try:
-            self._fence(host)
-        except _UnfencedError:
-            # Nobody else may have the pool then.
-            held.pop_all()
-            raise
+            with _monitored(line) as monitor:
+                loop = ControlLoop(line, hello, host, outbox, orders.heartbeat_s)
+                loop.listen(self._bell.fileno(), lambda: self._is_called(post))
+                loop.listen(monitor, self._is_cut)
+                end = loop.run()
+        finally:
+            # Whatever has ended it: the lanes go on until they are fenced.
+            self._fence(host, held)
         return end is not End.STOPPED
 
     def _is_called(self, post: _Post) -> bool:
@@ -283,11 +281,12 @@ class Hosting:
         self._crashed = True
         self._bell.ring()
 
-    def _fence(self, host: WorkerHost) -> None:
+    def _fence(self, host: WorkerHost, held: ExitStack) -> None:
         """Fence all links, however long that takes.
 
         Raises:
-            _UnfencedError: it cannot be done. What moves then moves until the end of this process.
+            _UnfencedError: it cannot be done. What moves then moves until the end of this process, and
+                what is ``held`` for it is kept as long.
 
         """
         timeout_s = _FENCE_S
@@ -295,7 +294,9 @@ class Hosting:
             while not host.close(timeout_s):
                 logger.error("the worker of %s holds pages: a call does not return", self._name)
                 timeout_s = min(2 * timeout_s, _LONGEST_FENCE_S)
-        except BackendError as error:
+        except BaseException as error:
+            # Whatever it is, nothing is proven: nobody else may have the pool, and the lanes ring on.
+            held.pop_all()
             message = f"the pages of {self._name} are held for ever: a link cannot be fenced: {error}"
             raise _UnfencedError(message) from error
 

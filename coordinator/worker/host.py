@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from coordinator.errors import PoolError
-from coordinator.messages import ConnectPeer, Fenced, FencePeer, Move, MoveFailed, Revoke
+from coordinator.messages import ConnectFailed, ConnectPeer, Fenced, FencePeer, Move, MoveFailed, Revoke
 from coordinator.worker.lane import CONNECT, Lane
 
 if TYPE_CHECKING:
@@ -129,7 +129,13 @@ class WorkerHost:
             return
         # Peers come and go with each restart of a decode engine: forget those that were fenced.
         self._lanes = {peer: lane for peer, lane in self._lanes.items() if not lane.closed}
-        lane = self._lanes[command.peer] = Lane(
-            command.peer, self._backend, self._ours, self._budget, self._report, self._crashed
-        )
+        try:
+            lane = Lane(command.peer, self._backend, self._ours, self._budget, self._report, self._crashed)
+        except RuntimeError as error:
+            # The system has no more threads for us. The other lanes go on, and it may have one later.
+            message = f"{command.peer} could not be connected: {error}"
+            _log.error("%s", message)
+            self._report(ConnectFailed(command.peer, message))
+            return
+        self._lanes[command.peer] = lane
         lane.connect(command)

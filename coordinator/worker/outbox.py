@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ class Outbox:
     def __init__(self) -> None:
         """Begin empty."""
         self._reports: deque[Report] = deque()
+        # So that a late report never goes to a descriptor that is something else by now.
+        self._lock = threading.Lock()
         self._awake = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -28,17 +31,17 @@ class Outbox:
         self._reports.append(report)
         # One wake-up is enough for all reports until the owner has looked.
         if not self._awake:
-            self._awake = True
-            os.eventfd_write(self._wake, 1)
+            self._ring()
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
+        """Return the descriptor to wait on; -1 once it is closed."""
         return self._wake
 
     def rest(self) -> None:
         """Make the descriptor unreadable until the next ``put``. Call it before ``take``, not after."""
-        os.eventfd_read(self._wake)
-        self._awake = False
+        with self._lock:
+            os.eventfd_read(self._wake)
+            self._awake = False
 
     def take(self, most: int) -> list[Report]:
         """Remove and return up to ``most`` reports."""
@@ -50,5 +53,15 @@ class Outbox:
         return bool(self._reports)
 
     def close(self) -> None:
-        """Close the descriptor; nothing puts any more."""
-        os.close(self._wake)
+        """Close the descriptor. Calling it twice is fine; what is put later stays here."""
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+
+    def _ring(self) -> None:
+        """Make the descriptor readable, if it is ours still."""
+        with self._lock:
+            if not self._awake and self._wake >= 0:
+                self._awake = True
+                os.eventfd_write(self._wake, 1)

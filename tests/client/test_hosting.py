@@ -17,6 +17,7 @@ from backends.loopback import LoopbackLink
 from coordinator.client import Endpoint, KVPool
 from coordinator.client.hosting import Hosting
 from coordinator.client.introduction import introduction
+from coordinator.errors import PoolBusyError
 from coordinator.messages import (
     Commands,
     Connected,
@@ -36,6 +37,7 @@ from coordinator.messages import (
 )
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.memory import MappedPool
+from coordinator.worker.outbox import Outbox
 from tests.client.peer import LAYOUT
 from tests.support.waiting import eventually
 
@@ -182,6 +184,11 @@ def threads() -> list[str]:
     return [name for name in names if name.startswith(("kv-worker-", "lane "))]
 
 
+def crash(*_: object) -> None:
+    """Break what every part promises."""
+    raise ZeroDivisionError
+
+
 def test_nothing_runs_before_it_is_ordered_and_nothing_after_the_end(scene: Scene) -> None:
     assert threads() == []
     assert scene.is_quiet
@@ -315,9 +322,6 @@ def test_a_lane_that_crashes_ends_the_life(scene: Scene, monkeypatch: pytest.Mon
     scene.desk.hello()
     scene.connect()
 
-    def crash(*_: object) -> None:
-        raise ZeroDivisionError
-
     with monkeypatch.context() as patch:
         patch.setattr(LoopbackLink, "write", crash)
         packed = (1).to_bytes(4, "little")
@@ -344,6 +348,45 @@ def test_after_a_crash_of_a_lane_whose_link_cannot_be_fenced_nothing_is_ever_qui
     eventually(lambda: "kv-worker-p/0" not in threads(), 5, "the worker gives up")
     assert not scene.is_quiet
     assert scene.desk.quiet()
+
+
+def test_a_life_that_ends_by_a_bug_fences_its_links_before_anything_is_given_back(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Those of other tests, whose links cannot be fenced.
+    before = threads()
+    with KVPool.allocate(LAYOUT, PAGES) as shared:
+        hosting = scene.host(shared)
+        hosting.follow(orders(), PRESENT)
+        scene.desk.hello()
+        scene.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerHost, "obey", crash)
+            scene.desk.send(Commands([]))
+            eventually(lambda: threads() == before, 5, "its lane and the worker end")
+        MappedPool(shared.path, shared.size_bytes, NEXT).close()
+
+
+def test_what_cannot_be_fenced_after_a_bug_keeps_the_pool_locked_and_hears_its_lanes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lane's next report would be written to whatever has got its descriptor."""
+    closed: list[Outbox] = []
+    monkeypatch.setattr(Outbox, "close", closed.append)
+    monkeypatch.setattr("coordinator.worker.memory.LOCK_S", 0.05)
+    with KVPool.allocate(LAYOUT, PAGES) as shared:
+        hosting = scene.host(shared)
+        hosting.follow(orders(), PRESENT)
+        scene.desk.hello()
+        scene.connect()
+        monkeypatch.setattr(WorkerHost, "obey", crash)
+        monkeypatch.setattr(WorkerHost, "close", crash)
+        scene.desk.send(Commands([]))
+        eventually(lambda: "kv-worker-p/0" not in threads(), 5, "the worker gives up")
+        assert not hosting.serves_only(NEXT)
+        assert not closed
+        with pytest.raises(PoolBusyError):
+            MappedPool(shared.path, shared.size_bytes, NEXT)
 
 
 def test_a_pool_with_a_file_is_locked_as_by_a_worker_process(scene: Scene) -> None:

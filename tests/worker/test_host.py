@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -260,6 +261,31 @@ def test_a_call_that_hangs_holds_up_its_own_peer_only(
     sender.reports.wait(Fenced, where=lambda fenced: fenced.peer == well.peer)
     assert [fenced.peer for fenced in sender.reports.wait(Fenced)] == [well.peer]
     assert not sender.host.close(0.1)
+
+
+def test_without_a_thread_for_it_a_peer_is_not_connected_and_the_others_go_on(
+    make_sender: MakeSender, make_receiver: MakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make_sender()
+    first, second = make_receiver("decode/0"), make_receiver("decode/1")
+    sender.connect(first)
+
+    def refuse(_: threading.Thread) -> None:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        sender.obey(second.connect(), move(1, second, [1]))
+    (failed,) = sender.reports.wait(ConnectFailed)
+    assert failed.peer == second.peer
+    assert "can't start new thread" in failed.message
+    sender.reports.wait(MoveFailed, where=lambda failed: failed.move == 1 and failed.settled)
+    sender.obey(move(2, first, [1]))
+    sender.reports.wait(MoveDone)
+    sender.connect(second)
+    sender.obey(move(3, second, [1]))
+    sender.reports.wait(MoveDone, count=2)
 
 
 # --- peers that are not there ------------------------------------------------------------------
