@@ -185,11 +185,12 @@ class Hosting:
 
     def _live(self, post: _Post) -> bool:
         """Run one life to its end; whether another one with the same orders makes sense."""
-        with self._change:
-            if self._wanted is not post:
-                return False
-            self._moves_for = post.instance
-        line = open_control(self._address, b"w" + secrets.token_bytes(15), self._keys)
+        try:
+            line = open_control(self._address, b"w" + secrets.token_bytes(15), self._keys)
+        except (OSError, zmq.ZMQError) as error:
+            # As when the process is out of descriptors, which passes.
+            logger.warning("the worker of %s has no line to %s: %s", self._name, self._address, error)
+            return True
         try:
             return self._live_on(line, post)
         finally:
@@ -197,18 +198,23 @@ class Hosting:
 
     def _live_on(self, line: zmq.Socket[bytes], post: _Post) -> bool:
         """Run one life over a line of its own."""
+        with self._change:
+            if self._wanted is not post:
+                return False
+            self._moves_for = post.instance
         goes_on, last_word = True, ""
         try:
             with ExitStack() as held:
                 self._lock(post.instance, held)
                 goes_on = self._work(post, line, held)
-            if not goes_on or not self._is_wanted(post):
-                last_word = "it was told to end"
-        except PoolBusyError as error:
+        except (PoolBusyError, OSError, zmq.ZMQError) as error:
+            # It may pass. What had begun to move by then is fenced, else this were an _UnfencedError.
             logger.warning("the worker of %s: %s", self._name, error)
         except (BackendError, CoordinatorError) as error:
             logger.error("the worker of %s cannot run: %s", self._name, error)  # noqa: TRY400 - the text says it all
             goes_on, last_word = False, str(error)
+        if not last_word and not (goes_on and self._is_wanted(post)):
+            last_word = "it was told to end"
         with self._change:
             self._moves_for = None
         if last_word:

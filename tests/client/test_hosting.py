@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import threading
 import time
@@ -387,6 +389,33 @@ def test_what_cannot_be_fenced_after_a_bug_keeps_the_pool_locked_and_hears_its_l
         assert not closed
         with pytest.raises(PoolBusyError):
             MappedPool(shared.path, shared.size_bytes, NEXT)
+
+
+@pytest.mark.parametrize("what", ["open_control", "Outbox", "_monitored"])
+def test_a_want_of_descriptors_passes_and_holds_nothing_meanwhile(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Nothing moved yet, so the page rules of the next life need not wait for it."""
+    tries = threading.Semaphore(0)
+
+    def refuse(*_: object) -> None:
+        tries.release()
+        if what == "Outbox":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise zmq.ZMQError(errno.EMFILE)
+
+    ours = orders()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"coordinator.client.hosting.{what}", refuse)
+        scene.hosting.follow(ours, PRESENT)
+        for _ in range(2):
+            assert tries.acquire(timeout=10)
+        eventually(lambda: scene.hosting._moves_for is None, 5, "nothing may move")
+    assert scene.desk.hello().token == ours.token
+    scene.connect()
+    scene.move(1, 3)
+    scene.hosting.stop(5)
+    assert scene.is_quiet
 
 
 def test_a_pool_with_a_file_is_locked_as_by_a_worker_process(scene: Scene) -> None:
