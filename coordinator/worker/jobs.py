@@ -88,6 +88,8 @@ class JobQueue:
         self._noted = threading.Condition(self._lock)
         self._jobs: dict[int, Job] = {}
         self._ready: deque[Job] = deque()
+        # How many of those were revoked before they were taken.
+        self._dropped = 0
         self._notes: deque[Note] = deque()
         self._links = 0
         self._closed = False
@@ -121,7 +123,9 @@ class JobQueue:
                 return f"{MAX_JOBS} moves to {self._peer} are waiting already"
             job = self._jobs[move.move] = Job(move, self._links)
             self._ready.append(job)
-            self._note(None)
+            # Any note wakes the lane, which looks for jobs once it has read all of them.
+            if not self._notes:
+                self._note(None)
         return ""
 
     def revoke(self, moves: Iterable[int]) -> list[int]:
@@ -139,6 +143,8 @@ class JobQueue:
                     job.failed = True
                     del self._jobs[move]
                     dropped.append(move)
+            self._dropped += len(dropped)
+            self._purge()
             if taken:
                 self._note(Revoke(taken))
         return dropped
@@ -172,6 +178,8 @@ class JobQueue:
                 if not job.failed:
                     job.taken = True
                     return job
+                if not job.taken:
+                    self._dropped -= 1
         return None
 
     def again(self, job: Job) -> None:
@@ -208,6 +216,15 @@ class JobQueue:
             return self._closed
 
     # --- with the lock held --------------------------------------------------------------------
+
+    def _purge(self) -> None:
+        """Let go of what was dropped, also while the lane's thread hangs in a call.
+
+        Only when it is most of what there is: so it costs the same for each job, however many there are.
+        """
+        if 2 * self._dropped > len(self._ready):
+            self._ready = deque(job for job in self._ready if not job.failed)
+            self._dropped = 0
 
     def _note(self, note: Note) -> None:
         """Leave a note, and wake the lane's thread for it."""

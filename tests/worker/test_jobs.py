@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_job_waits_for_the_connect_that_was_queued_before_it(queue: JobQueue) 
 
     assert numbers(queue, 1) == [1]
     assert [job.move.move for job in queue.take_all(1)] == [1]
-    assert list(queue.notes(0.0)) == [CONNECT, None, CONNECT, None]
+    assert list(queue.notes(0.0)) == [CONNECT, CONNECT]
     assert numbers(queue, 2) == [2]
 
 
@@ -67,6 +68,46 @@ def test_a_job_that_nobody_took_is_dropped_and_one_that_was_taken_is_announced(
     assert list(queue.notes(0.0)) == [Revoke([1])]
     assert numbers(queue, 1) == [3]
     assert queue.get(2) is None
+
+
+def test_what_a_lane_that_hangs_never_takes_does_not_pile_up(queue: JobQueue) -> None:
+    """Its moves come and are revoked at their deadlines; nobody else empties its queue."""
+    for number in range(1, 4):
+        queue.add(a_move(number))
+    for number in range(4, 1000):
+        queue.add(a_move(number))
+        assert queue.revoke([number]) == [number]
+
+    assert len(queue._ready) <= 2 * 3 + 1
+    assert len(queue._notes) == 1
+    assert numbers(queue, 1) == [1, 2, 3]
+
+
+def test_jobs_keep_their_turns_whatever_is_revoked_among_them(queue: JobQueue) -> None:
+    for number in range(100):
+        queue.add(a_move(number))
+    first = queue.next(1)
+    assert first is not None
+    queue.again(first)
+    assert queue.revoke(range(1, 40)) == list(range(1, 40))
+    assert [job.move.move for job in (queue.next(1), queue.next(1)) if job] == [40, 41]
+    assert queue.revoke(range(42, 98)) == list(range(42, 98))
+    queue.add(a_move(100))
+
+    assert numbers(queue, 1) == [98, 99, 0, 100]
+    assert queue._dropped == 0
+
+
+def test_many_deadlines_that_expire_together_cost_little_each(queue: JobQueue) -> None:
+    """One by one: a queue that is gone through for each of them would take minutes."""
+    count = 20_000
+    for number in range(count):
+        queue.add(a_move(number))
+    began_s = time.monotonic()
+    for number in range(count):
+        queue.revoke([number])
+    assert time.monotonic() - began_s < 5.0
+    assert len(queue._ready) <= 1
 
 
 def test_a_full_queue_refuses(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
