@@ -62,7 +62,7 @@ class Worker:
 
     Attributes:
         rank: whose pool it sends from.
-        token: the secret of its present life.
+        token: the secret of its present life; empty between two lives.
         identity: its routing id on the control socket, while it is up.
         lives: how many processes it has had.
         trouble: why it is not up, when that is known.
@@ -162,6 +162,8 @@ class Worker:
                 )
             self._events.worker_down(self, cause)
             self.identity = None
+            # What it has said may still be on its way; nobody is it any more.
+            self.token = b""
             if stopped or self.hopeless:
                 return
             failures = 0 if loop.time() - started_s > LONG_LIFE_S else failures + 1
@@ -184,6 +186,7 @@ class Worker:
     async def _live(self) -> tuple[str, bool]:
         """Run one life to its end; say why it ended and whether another one is pointless."""
         self.lives += 1
+        self.identity = None
         self.token = secrets.token_bytes(32)
         self.state = WorkerState.STARTING
         self._process = None

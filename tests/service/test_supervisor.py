@@ -188,6 +188,38 @@ async def test_a_worker_that_cannot_start_is_not_tried_again(ipc_address: str) -
     assert (died["rank"], died["cause"], died["restarts"]) == ("p/0", "exit code 3 (pool)", False)
 
 
+async def test_nobody_introduces_himself_as_a_life_that_is_over(
+    ipc_address: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", (60.0,))
+    async with desk(ipc_address, pool) as here:
+        await here.up(1)
+        assert here.worker.token
+        os.kill(here.pid, signal.SIGKILL)
+        await eventually_async(lambda: here.deaths)
+        await asyncio.sleep(0)
+        assert here.worker.token == b""
+
+
+async def test_what_waits_for_the_next_life_is_not_sent_to_anybody_before_it_is_up(
+    ipc_address: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_PAUSES_S", (0.1,))
+    async with desk(ipc_address, pool) as here:
+        await here.up(1)
+        os.kill(here.pid, signal.SIGKILL)
+        await eventually_async(lambda: here.deaths)
+        here.worker.up(b"late", lands_after_settled=True)
+        await eventually_async(lambda: here.worker.lives == 2)
+        commands, line = queue(here.worker)
+        commands.put(move(1))
+        await asyncio.sleep(0)
+        assert not line.messages
+        await here.up(2)
+        commands.flush()
+        assert line.messages == [[move(1)]]
+
+
 async def test_a_program_that_cannot_be_started_is_tried_again(
     ipc_address: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
