@@ -298,7 +298,11 @@ class Hosting:
         timeout_s = _FENCE_S
         try:
             while not host.close(timeout_s):
-                logger.error("the worker of %s holds pages: a call does not return", self._name)
+                # Which one it is, and why, its lane and the host have told.
+                logger.error(
+                    "the worker of %s holds pages: a link is not fenced yet, or a call does not return",
+                    self._name,
+                )
                 timeout_s = min(2 * timeout_s, _LONGEST_FENCE_S)
         except BaseException as error:
             # Whatever it is, nothing is proven: nobody else may have the pool, and the lanes ring on.

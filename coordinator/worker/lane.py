@@ -120,6 +120,7 @@ class Lane:
         self._broken = ""
         self._unfenced: list[Link] = []
         self._fenced = False
+        self._told_unfenced = ""
         self._moving: list[_Post] = []
         self._in_flight_bytes = 0
         self._stirred_s = 0.0
@@ -236,9 +237,7 @@ class Lane:
         self._down = (DISCONNECTED, self._broken)
         _log.warning("the link to %s is down: %s", self.peer, self._broken)
         self._fail_all()
-        problem = self._destroy([link] if link else [])
-        if problem:
-            _log.error("the link to %s cannot be fenced: %s", self.peer, problem)
+        self._tell_unfenced(self._destroy([link] if link else []))
 
     def _fence(self) -> None:
         """Destroy every link. The lane ends then, unless there is more to do."""
@@ -250,6 +249,7 @@ class Lane:
         if not problem and self._moving:
             problem = f"{len(self._moving)} transfers did not settle"
         self._fenced = not problem
+        self._tell_unfenced(problem)
         self._report(Fenced(self.peer, problem[:_MAX_TEXT]))
 
     def _destroy(self, links: Iterable[Link]) -> str:
@@ -264,6 +264,12 @@ class Lane:
         self._sweep()
         self._broken = ""
         return "; ".join(problems)
+
+    def _tell_unfenced(self, problem: str) -> None:
+        """Say why links cannot be fenced, once for each text in a row: it is tried again and again."""
+        if problem and problem != self._told_unfenced:
+            _log.error("the link to %s cannot be fenced: %s", self.peer, problem)
+        self._told_unfenced = problem
 
     # --- moves --------------------------------------------------------------------------------
 

@@ -290,7 +290,7 @@ def test_what_cannot_run_says_why_and_waits_for_other_orders(
 
 
 def test_a_link_that_cannot_be_fenced_holds_everything_up(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is proven, and no next life begins, until it is fenced after all."""
     scene.hosting.follow(orders(), PRESENT)
@@ -313,6 +313,8 @@ def test_a_link_that_cannot_be_fenced_holds_everything_up(
         assert attempts.acquire(timeout=10)
     assert not scene.is_quiet
     assert scene.desk.quiet()
+    assert "the link to d/0 cannot be fenced: as the test says" in caplog.text
+    assert "the worker of p/0 holds pages: a link is not fenced yet" in caplog.text
     monkeypatch.setattr(LoopbackLink, "fence", fence)
     scene.desk.bye()
     assert scene.desk.hello().token == present.token

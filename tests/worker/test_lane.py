@@ -496,6 +496,18 @@ def test_a_fence_that_fails_says_so_and_can_be_tried_again(bench: Bench) -> None
     assert bench.sender.reports.of(1)[-1] == MoveSettled(1)
 
 
+def test_why_a_link_cannot_be_fenced_is_told_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of a life nobody sends the reports any more."""
+    bench.link.fence_errors = ["engine is stuck"] * 3 + ["engine is lost"] + ["engine is stuck"]
+    for count in range(1, 7):
+        bench.sender.obey(FencePeer(bench.receiver.peer))
+        bench.sender.reports.wait(Fenced, count=count)
+
+    told = [record.getMessage() for record in caplog.records if "cannot be fenced" in record.getMessage()]
+    stuck, lost = (f"the link to decode/0 cannot be fenced: engine is {what}" for what in ("stuck", "lost"))
+    assert told == [stuck, lost, stuck]
+
+
 def test_a_lane_whose_fence_failed_is_not_taken_for_fenced(bench: Bench) -> None:
     """Even when it had no moves: what it sends with is still there."""
     bench.link.fence_errors = ["engine is stuck"]
