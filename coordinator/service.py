@@ -238,8 +238,9 @@ class Service:
         self.transfers.routes.rank_moved(rank)
 
     def worker_down(self, worker: Worker, cause: str) -> None:
-        """Fail the moves of a worker that died."""
-        self.counters.worker_deaths += 1
+        """Fail the moves of a worker that died, or never came."""
+        if worker.lives:  # Else it was waited for in vain.
+            self.counters.worker_deaths += 1
         self.control.forget(worker)
         self.transfers.worker_down(worker, cause)
 

@@ -50,7 +50,7 @@ class HostedWorker(Worker):
 
     def up(self, identity: bytes, *, lands_after_settled: bool) -> None:
         """Note that a life has introduced itself: all that a former one had is quiet."""
-        if self.lives:
+        if self.lives and not self._quiet.is_set():
             self._events.worker_down(self, "its line broke, and it has begun anew")
         self.lives += 1
         self._quiet.clear()
@@ -63,7 +63,9 @@ class HostedWorker(Worker):
             _log.warning("worker.ended", rank=self.rank.name, life=self.lives, cause=why)
         self.hopeless = True
         self.trouble = why
-        self._events.worker_down(self, why)
+        # Once for each life: since it was hopeless it has been given nothing.
+        if not self._quiet.is_set():
+            self._events.worker_down(self, why)
         self.identity = None
         self._quiet.set()
 

@@ -157,6 +157,27 @@ async def test_a_worker_that_cannot_run_fails_handoffs_at_once_and_says_why() ->
         assert (await decode[0].outcome(9)).succeeded
 
 
+async def test_each_life_dies_once() -> None:
+    """It says so itself, or begins anew, or its process ends: whatever comes first."""
+    async with stage() as here:
+        prefill, _, (worker,) = await here.pair()
+        counters, hosted = here.service.counters, worker.worker
+        said_bye(worker)
+        await eventually_async(lambda: hosted.hopeless)
+        assert counters.worker_deaths == 1
+        second = WorkerPeer(here, hosted, auto=True)
+        await second.join()
+        assert counters.worker_deaths == 1
+        third = WorkerPeer(here, hosted, auto=True)
+        await third.join()
+        assert counters.worker_deaths == 2
+        said_bye(third)
+        await eventually_async(lambda: hosted.hopeless)
+        here.died(prefill[0])
+        await turns()
+        assert counters.worker_deaths == 3
+
+
 async def test_a_worker_that_never_comes_is_not_waited_for() -> None:
     async with stage() as here:
         prefill = await here.group(Role.PREFILL, "p", 1)
@@ -167,6 +188,7 @@ async def test_a_worker_that_never_comes_is_not_waited_for() -> None:
         assert now_s() == pytest.approx(START_S, abs=1)
         assert verdict.failure is not None
         assert "did not introduce itself within 120 s" in verdict.failure.message
+        assert here.service.counters.worker_deaths == 0
         await decode[0].release(7)
 
 
