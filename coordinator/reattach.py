@@ -211,8 +211,9 @@ class Reattach:
         known = dict(enumerate(group.log.since(0), group.log.first))
         if same or (hello.acknowledged in known and agrees(hello, known)):
             self._take_back(group, hello, identity)
-            for rank in group.live:
-                _forget_memory(rank)
+            taken = group.ranks[hello.rank]
+            if taken is not None:
+                _forget_memory(taken)
         else:
             self._refuse(group, hello, identity)
 

@@ -197,7 +197,6 @@ async def test_nobody_introduces_himself_as_a_life_that_is_over(
         assert here.worker.token
         os.kill(here.pid, signal.SIGKILL)
         await eventually_async(lambda: here.deaths)
-        await asyncio.sleep(0)
         assert here.worker.token == b""
 
 
