@@ -1,11 +1,8 @@
 """Pages of failed handoffs that only their engine can say to be quiet: it moves them by itself.
 
 Nobody can fence an engine from itself, so each of its ranks is waited for: until it says that it reads
-the pages no more (``LegQuiet``), or its process has ended.
-
-Which attempt does it mean? Rooms are used again, and a rank says it once for each failure that it has
-drained. So it means the last verdict that it had drained. Of a room that has had one verdict only, it
-may say so before it has drained that.
+the pages no more (``LegQuiet``), or its process has ended. Rooms are used again, so several attempts of
+one may be held at a time.
 """
 
 from __future__ import annotations
@@ -26,46 +23,42 @@ FORGOTTEN = Failure(Reason.COORDINATOR_RESTARTED, "", "it had failed under a for
 
 
 class OwnPages:
-    """The failed handoffs of such engines that are not quiet, by room, in the order of their verdicts."""
+    """The failed handoffs of such engines that are not quiet, by room."""
 
     def __init__(self) -> None:
         """Start empty."""
-        # With the number of each verdict in its group's log; 0 when it is not known any more.
-        self._held: dict[int, list[tuple[int, Handoff]]] = {}
+        self._held: dict[int, list[Handoff]] = {}
 
-    def hold(self, handoff: Handoff, number: int) -> None:
-        """Wait for the ranks of a failed handoff, whose verdict has this number in their group's log."""
-        self._held.setdefault(handoff.room, []).append((number, handoff))
+    def hold(self, handoff: Handoff) -> None:
+        """Wait for the ranks of a failed handoff."""
+        self._held.setdefault(handoff.room, []).append(handoff)
 
     def let_go(self, handoff: Handoff) -> None:
         """A handoff is quiet, or was never held."""
         held = self._held.get(handoff.room)
-        if held is None:
+        if held is None or handoff not in held:
             return
-        held[:] = [entry for entry in held if entry[1] is not handoff]
+        held.remove(handoff)
         if not held:
             del self._held[handoff.room]
 
     def told(self, rank: Rank, item: LegQuiet) -> None:
-        """A rank reads its pages of a failed handoff no more."""
-        held = self._of(rank.group, item.room)
-        drained = [handoff for number, handoff in held if number <= item.after]
-        if drained:
-            _quieten(drained[-1], rank)
-        elif held and held[0][1].machine.attempt == 1:
-            _quieten(held[0][1], rank)
+        """A rank reads its pages of a failed attempt no more; it may be quiet already."""
+        handoff = self._find(rank.group, item.room, item.attempt)
+        if handoff is not None:
+            _quieten(handoff, rank)
 
     def dead(self, rank: Rank) -> None:
         """Nothing is read any more by a rank whose process has ended."""
-        for room in list(self._held):
-            for _, handoff in self._of(rank.group, room):
-                _quieten(handoff, rank)
+        for held in list(self._held.values()):
+            for handoff in list(held):
+                if handoff.prefill is rank.group:
+                    _quieten(handoff, rank)
 
     def take_over(self, rank: Rank, left: Unreleased, failure: Failure | None, desk: Desk) -> None:
         """Hold what a former coordinator has not released, as ``rank`` remembers; ``failure``, if known."""
         group = rank.group
-        known = (handoff for _, handoff in self._of(group, left.room))
-        handoff = next((handoff for handoff in known if handoff.machine.attempt == left.attempt), None)
+        handoff = self._find(group, left.room, left.attempt)
         if handoff is None:
             handoff = Handoff(left.room, left.attempt, desk)
             handoff.told_before = True
@@ -76,8 +69,9 @@ class OwnPages:
         if left.quiet:
             _quieten(handoff, rank)
 
-    def _of(self, group: Group, room: int) -> list[tuple[int, Handoff]]:
-        return [entry for entry in self._held.get(room, ()) if entry[1].prefill is group]
+    def _find(self, group: Group, room: int, attempt: int) -> Handoff | None:
+        held = self._held.get(room, ())
+        return next((one for one in held if one.prefill is group and one.machine.attempt == attempt), None)
 
 
 def _quieten(handoff: Handoff, rank: Rank) -> None:

@@ -237,7 +237,7 @@ class Rooms:
         if prefill is not None:
             self._append(prefill, Outcome(room, machine.attempt, failure, b"", at_decode))
             if failure is not None and prefill.moves_itself:
-                self.own_pages.hold(handoff, prefill.log.head)
+                self.own_pages.hold(handoff)
         if decode is not None:
             aux = machine.aux if failure is None else b""
             self._append(decode, Outcome(room, machine.attempt, failure, aux, at_prefill))
@@ -258,10 +258,7 @@ class Rooms:
         """Hold what a former coordinator has told to have failed, and has not released."""
         self.unreleased.add(handoff)
         self.endings.hold(handoff.room)
-        group, known = handoff.prefill, self.endings.get(handoff.room)
-        assert group is not None  # noqa: S101 - it is taken over from there
-        is_last = known is not None and known.attempt == handoff.machine.attempt
-        self.own_pages.hold(handoff, group.ended.get(handoff.room, 0) if is_last else 0)
+        self.own_pages.hold(handoff)
 
     def released(self, handoff: Handoff, side: Role) -> None:
         """Tell one side that its pages are quiet."""

@@ -133,15 +133,14 @@ class Recollection:
                 self._aux_bytes -= len(dropped.aux)
 
     def _note_quiet(self, item: LegDone | LegFailed | LegQuiet) -> None:
-        """Note that this rank reads its pages no more, of the attempt that the coordinator takes it for."""
-        room, ended = self._in_flight.get(item.room), self._ended.get(item.room)
-        if not isinstance(item, LegQuiet) or ended is None:
-            if room is not None:
-                room.quiet = not isinstance(item, LegFailed) or item.quiet
+        """Note that this rank reads its pages no more: of the attempt in flight, or of a failed one."""
+        if isinstance(item, LegQuiet):
+            if (item.room, item.attempt) in self._unreleased:
+                self._unreleased[item.room, item.attempt] = True
             return
-        number, attempt = ended
-        if (number <= item.after or attempt == 1) and (item.room, attempt) in self._unreleased:
-            self._unreleased[item.room, attempt] = True
+        room = self._in_flight.get(item.room)
+        if room is not None:
+            room.quiet = not isinstance(item, LegFailed) or item.quiet
 
     def _keep(self, room: _InFlight, aux: bytes) -> None:
         if self._sending_bytes + len(aux) <= _MAX_SENDING_BYTES:

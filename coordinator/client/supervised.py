@@ -7,13 +7,15 @@ transfer ended, and when nothing reads the pages of a failed handoff any more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+import operator
+from typing import TYPE_CHECKING, Final, Self
 
 from coordinator.client.introduction import introduction_without_pages
 from coordinator.client.proof import Proof
 from coordinator.client.rank import ITEM_BYTES, Rank, room_number
 from coordinator.client.settings import DEFAULTS
 from coordinator.client.standing import RankState
+from coordinator.errors import ProtocolError
 from coordinator.messages import LegDone, LegFailed, LegQuiet, Send
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
     from coordinator.client.settings import ClientSettings
 
-_MAX_MESSAGE = 4096
+_MAX_MESSAGE: Final = 4096
+_MAX_ATTEMPT: Final = 2**62
 
 
 class SupervisedRank(Rank):
@@ -99,12 +102,16 @@ class SupervisedRank(Rank):
         item = LegFailed(room_number(room), inbox.drained, message[:_MAX_MESSAGE], quiet)
         self._io.say(item, ITEM_BYTES + 4 * len(message), inbox)
 
-    def leg_quiet(self, room: SupportsIndex) -> None:
-        """Tell that this rank reads the pages of the room, whose handoff has failed, no more.
+    def leg_quiet(self, room: SupportsIndex, attempt: SupportsIndex) -> None:
+        """Tell that this rank reads the pages of a failed attempt no more.
 
-        They are released when all ranks have told so. Say it once for each failure, after it was drained,
-        also where this rank's own transfer had been done or quiet before: a coordinator that was
-        restarted meanwhile may not know of it. Said before, it counts for a room's first attempt only.
+        They are released when all ranks have told so. Say it once for each failure, also where this
+        rank's own transfer had been done or quiet before: a coordinator that was restarted meanwhile may
+        not know of it.
+
+        Args:
+            room: the request's id.
+            attempt: that of the ``Outcome`` that told the failure.
 
         Raises:
             QueueFullError: too many calls wait for a coordinator that is away.
@@ -112,7 +119,19 @@ class SupervisedRank(Rank):
 
         """
         inbox = self._lives.inbox
-        self._io.say(LegQuiet(room_number(room), inbox.drained), ITEM_BYTES, inbox)
+        self._io.say(LegQuiet(room_number(room), inbox.drained, _attempt_number(attempt)), ITEM_BYTES, inbox)
+
+
+def _attempt_number(attempt: SupportsIndex) -> int:
+    try:
+        number = operator.index(attempt)
+    except TypeError as error:
+        message = f"attempt is {attempt!r}, must be an integer"
+        raise ProtocolError(message) from error
+    if not 0 < number <= _MAX_ATTEMPT:
+        message = f"attempt is {number}, must be that of the outcome, from 1 on"
+        raise ProtocolError(message)
+    return number
 
 
 class NoProof(Proof):

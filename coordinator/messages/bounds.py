@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-VERSION: Final = 1
+VERSION: Final = 2
 PAGE_BYTES: Final = 4
 #: Largest aux blob that a handoff carries (first token, sampling state, hidden states).
 MAX_AUX_BYTES: Final = 1 << 20

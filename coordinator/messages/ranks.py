@@ -196,10 +196,14 @@ class LegFailed(Struct, frozen=True, array_like=True, tag="leg_failed"):
 
 
 class LegQuiet(Struct, frozen=True, array_like=True, tag="leg_quiet"):
-    """Prefill's own engine reads this rank's pages of the failed handoff no more."""
+    """Prefill's own engine reads this rank's pages of a failed attempt no more.
+
+    The attempt is named, for rooms are used again: more than one of them may be unquiet at a time.
+    """
 
     room: Room
     after: Count
+    attempt: Count
 
 
 Item = Open | Send | Offer | Extend | Cancel | LegDone | LegFailed | LegQuiet

@@ -96,28 +96,36 @@ def quiet(memory: Recollection) -> list[bool]:
 
 
 def test_it_is_remembered_that_this_rank_s_own_engine_reads_the_pages_no_more() -> None:
-    for ended in (LegDone(1, 0), LegFailed(1, 0, "", quiet=True), LegQuiet(1, 0)):
+    for ended in (LegDone(1, 0), LegFailed(1, 0, "", quiet=True)):
         memory = said(send(1), ended)
         memory.heard(1, [Outcome(1, 1, FAILED)])
         assert quiet(memory) == [True]
     memory = said(send(1), LegFailed(1, 0, "", quiet=False))
     memory.heard(1, [Outcome(1, 1, FAILED)])
     assert quiet(memory) == [False]
-    memory.spoke(LegQuiet(1, 1))
+    memory.spoke(LegQuiet(1, 1, 1))
     assert quiet(memory) == [True]
 
 
-def test_that_a_former_attempt_is_quiet_says_nothing_about_the_next() -> None:
+def test_that_one_attempt_is_quiet_says_nothing_about_another() -> None:
+    for first in (1, 2):
+        memory = said(send(1))
+        memory.heard(1, [Outcome(1, 1, FAILED)])
+        memory.spoke(send(1, after=1))
+        memory.heard(2, [Outcome(1, 2, FAILED)])
+        memory.spoke(LegQuiet(1, 2, first))
+        assert quiet(memory) == [first == 1, first == 2]
+        memory.spoke(LegQuiet(1, 2, 3 - first))
+        assert quiet(memory) == [True, True]
+
+
+def test_that_a_former_attempt_is_quiet_says_nothing_about_the_one_in_flight() -> None:
     memory = said(send(1))
     memory.heard(1, [Outcome(1, 1, FAILED)])
     memory.spoke(send(1, after=1))
-    memory.spoke(LegQuiet(1, 1))  # of the first one, whose verdict the engine has drained
+    memory.spoke(LegQuiet(1, 1, 1))
     memory.heard(2, [Outcome(1, 2, FAILED)])
     assert quiet(memory) == [True, False]
-    memory.spoke(LegQuiet(1, 1))  # it had not drained the second one's
-    assert quiet(memory) == [True, False]
-    memory.spoke(LegQuiet(1, 2))
-    assert quiet(memory) == [True, True]
 
 
 def test_the_last_events_are_kept_within_bounds() -> None:

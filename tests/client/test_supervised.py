@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -68,10 +68,10 @@ def test_a_failure_is_heard_by_both_and_its_pages_are_released_when_both_are_qui
         assert isinstance(outcome, Outcome)
         assert outcome.failure is not None
         assert (outcome.failure.origin, outcome.failure.message) == ("own/1", "the link broke")
-    ranks[1].leg_quiet(7)
+    ranks[1].leg_quiet(7, 1)
     ranks[0].complete(8)
     ranks[1].complete(8)
-    ranks[0].leg_quiet(7)
+    ranks[0].leg_quiet(7, 1)
     for rank in ranks:
         assert events(rank, 1) == [Released(7, 1)]
 
@@ -84,6 +84,13 @@ def test_there_is_a_token_for_all_only_while_all_are_heard(ranks: list[Supervise
 
 
 def test_a_room_that_cannot_be_is_refused_at_once(ranks: list[SupervisedRank]) -> None:
-    for method in (ranks[0].complete, ranks[0].leg_done, ranks[0].leg_quiet):
+    for method in (ranks[0].complete, ranks[0].leg_done, lambda room: ranks[0].leg_quiet(room, 1)):
         with pytest.raises(ProtocolError, match="room is 0"):
             method(0)
+
+
+def test_an_attempt_that_cannot_be_is_refused_at_once(ranks: list[SupervisedRank]) -> None:
+    impossible: tuple[Any, ...] = (0, -1, 2**62 + 1, 1.0, None)
+    for attempt in impossible:
+        with pytest.raises(ProtocolError, match=f"attempt is {attempt}"):
+            ranks[0].leg_quiet(7, attempt)

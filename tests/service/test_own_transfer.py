@@ -57,8 +57,8 @@ def leg_failed(rank: RankPeer, room: int, *, quiet: bool) -> None:
     rank.submit(LegFailed(room, rank.applied, "the link broke", quiet))
 
 
-def leg_quiet(rank: RankPeer, room: int) -> None:
-    rank.submit(LegQuiet(room, rank.applied))
+def leg_quiet(rank: RankPeer, room: int, attempt: int = 1) -> None:
+    rank.submit(LegQuiet(room, rank.applied, attempt))
 
 
 async def test_it_succeeds_when_all_ranks_are_complete_and_all_their_transfers_are_done() -> None:
@@ -203,23 +203,26 @@ async def failed_twice(stage: VirtualStage) -> list[RankPeer]:
         for rank in ranks:
             await rank.outcome(7, attempt)
         for rank in ranks:
-            if attempt == 1 or rank is ranks[0]:
-                rank.drain()
+            rank.drain()
         await turns()
     return ranks
 
 
-async def test_who_has_not_drained_the_last_verdict_means_the_one_before() -> None:
+@pytest.mark.parametrize("first", [1, 2])
+async def test_two_attempts_of_a_room_are_released_each_by_the_words_about_it(first: int) -> None:
+    """All ranks have drained both verdicts: nothing but the word itself can say which is meant."""
+    second = 3 - first
     async with VirtualStage(own()) as stage:
         ranks = await failed_twice(stage)
-        leg_quiet(ranks[0], 7)  # the second
-        leg_quiet(ranks[1], 7)  # the first: it has not heard of the second
+        leg_quiet(ranks[0], 7, first)
+        leg_quiet(ranks[1], 7, second)
         await turns()
         assert not ranks[0].released(7)
-        ranks[1].drain()
-        leg_quiet(ranks[1], 7)
-        await ranks[0].release(7, 2)
-        assert [released.attempt for released in ranks[0].released(7)] == [2]
+        leg_quiet(ranks[1], 7, first)
+        await ranks[0].release(7, first)
+        assert [released.attempt for released in ranks[0].released(7)] == [first]
+        leg_quiet(ranks[0], 7, second)
+        await ranks[1].release(7, second)
 
 
 async def test_a_word_about_an_attempt_that_is_quiet_counts_for_no_other() -> None:
@@ -231,11 +234,11 @@ async def test_a_word_about_an_attempt_that_is_quiet_counts_for_no_other() -> No
         rank.send_pages(7)
         leg_failed(rank, 7, quiet=False)
         await rank.outcome(7, 2)
-        leg_quiet(rank, 7)  # said before it had drained that verdict: of the first
+        rank.drain()
+        leg_quiet(rank, 7, 1)
         await turns()
         assert len(rank.released(7)) == 1
-        rank.drain()
-        leg_quiet(rank, 7)
+        leg_quiet(rank, 7, 2)
         await rank.release(7, 2)
 
 
@@ -269,7 +272,7 @@ async def test_what_a_former_coordinator_has_not_released_is_held_until_all_have
         await asyncio.sleep(1000)
         assert not ranks[0].released(7)
         assert "room 7 of p" in stage.service.overview.troubles()[0]
-        leg_quiet(ranks[1], 7)
+        leg_quiet(ranks[1], 7, 3)
         for rank in ranks:
             await rank.release(7, 3)
             rank.drain()
@@ -339,7 +342,7 @@ async def test_a_room_is_used_again_after_its_release() -> None:
             leg_failed(ranks[0], 7, quiet=False)
             await ranks[0].outcome(7, attempt)
             ranks[0].drain()
-            leg_quiet(ranks[0], 7)
+            leg_quiet(ranks[0], 7, attempt)
             await ranks[0].release(7, attempt)
             ranks[0].drain()
         await stage.empty()

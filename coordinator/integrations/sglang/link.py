@@ -168,7 +168,7 @@ class Link:
             self._take_release(watched, event)
         elif event.room in self._ghosts:
             self._ghosts.discard(event.room)
-            self._say(self._client.leg_quiet, event.room)  # SGLang has given its pages back
+            self._say(self._client.leg_quiet, event.room, event.attempt)  # SGLang has given its pages back
         elif watched is not None and watched.told and not watched.decided:
             self._take_outcome(watched, event)
 
@@ -176,7 +176,7 @@ class Link:
         failure = outcome.failure
         if failure is not None and (failure.fault is Fault.COORDINATOR or failure.reason in _NOT_TAKEN):
             # What becomes of the pages is the next attempt's affair, or SGLang's own; this one frees none.
-            self._say(self._client.leg_quiet, watched.room)
+            self._say(self._client.leg_quiet, watched.room, outcome.attempt)
             watched.told = False
             watched.handed_back = failure.reason is not Reason.COORDINATOR_RESTARTED
             self._untold[watched.room] = watched
@@ -243,7 +243,8 @@ class Link:
                 self._untold.pop(room, None)
                 self._undrained.pop(room, None)
                 if watched.failure is not None and not watched.quiet_told:
-                    self._say(self._client.leg_quiet, room)  # SGLang has given its pages back by itself
+                    # SGLang has given its pages back by itself.
+                    self._say(self._client.leg_quiet, room, watched.attempt)
                 if watched.told and not watched.decided:
                     self._ghosts.add(room)
                     self._say(self._client.cancel, room, "SGLang has retired it without the coordinator")
@@ -293,7 +294,7 @@ class Link:
         if watched.failure is not None:
             if is_drained and not watched.quiet_told:
                 watched.quiet_told = True
-                self._say(self._client.leg_quiet, room)
+                self._say(self._client.leg_quiet, room, watched.attempt)
             waits = not watched.quiet_told
         elif watched.ended is not None or status not in {Poll.SUCCESS, Poll.FAILED}:
             waits = False
@@ -319,7 +320,7 @@ class Link:
             # Whether it is quiet is told after the verdict, as by all ranks.
             self._say(self._client.leg_failed, watched.room, watched.error or "SGLang gave no reason")
 
-    def _say(self, method: Callable[..., None], room: int, *rest: str) -> None:
+    def _say(self, method: Callable[..., None], room: int, *rest: str | int) -> None:
         try:
             method(room, *rest)
         except CoordinatorError as error:
