@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 _PAUSES_S: Final = (0.05, 0.2, 1.0, 5.0)
 #: A life that was this long was no failure to begin one.
 _LONG_LIFE_S: Final = 30.0
+#: How soon a thread that could not be had is asked for again.
+_START_AGAIN_S: Final = 5.0
 #: How long fencing may take before that is worth a line in the log; it is waited for longer.
 _FENCE_S: Final = 1.0
 _LONGEST_FENCE_S: Final = 60.0
@@ -79,7 +81,7 @@ class _Post(NamedTuple):
 class Hosting:
     """Runs the worker of one prefill rank, or none, as its coordinator wants it.
 
-    ``follow``, ``serves_only`` and ``stop`` are for other threads, and never wait for the backend.
+    ``follow``, ``serves_only``, ``end`` and ``stop`` are for other threads; only ``stop`` waits.
     """
 
     def __init__(self, pool: KVPool, hello: Hello, address: str, keys: Keys | None) -> None:
@@ -105,21 +107,22 @@ class Hosting:
         self._moves_for: int | None = None
         self._crashed = False
         self._thread: threading.Thread | None = None
+        self._start_at_s = 0.0
 
     # --- for other threads -------------------------------------------------------------------
 
     def follow(self, orders: WorkerOrders | None, instance: int) -> None:
-        """Run the worker that these orders describe, for a life of the rank, or none."""
+        """Run the worker that these orders describe, for a life of the rank, or none.
+
+        Called again and again: where it could not be begun, that is tried again.
+        """
         wanted = None if orders is None else _Post(orders, instance)
         if wanted == self._wanted:
             return
         with self._change:
-            if self._stopping:
+            if self._stopping or not (self._thread or self._start()):
                 return
             self._wanted = wanted
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"kv-worker-{self._name}", daemon=True)
-                self._thread.start()
             self._tell()
 
     def serves_only(self, instance: int) -> bool:
@@ -130,13 +133,17 @@ class Hosting:
                 self._tell()
             return self._moves_for in {None, instance}
 
-    def stop(self, timeout_s: float) -> None:
-        """End for good, with all links fenced if that can be done in time."""
+    def end(self) -> None:
+        """Have nothing run any more, for good."""
         with self._change:
             self._stopping = True
             self._wanted = None
             self._tell()
-            thread = self._thread
+
+    def stop(self, timeout_s: float) -> None:
+        """End for good, with all links fenced if that can be done in time."""
+        self.end()
+        thread = self._thread
         if thread is None or thread is threading.current_thread():
             return  # In the latter case the garbage collector called us.
         thread.join(timeout_s)
@@ -146,6 +153,22 @@ class Hosting:
                 self._name,
                 timeout_s,
             )
+
+    def _start(self) -> bool:
+        """Start the worker's thread; false while the system has none for us, which may pass."""
+        now_s = time.monotonic()
+        if now_s < self._start_at_s:
+            return False
+        thread = threading.Thread(target=self._run, name=f"kv-worker-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._start_at_s = now_s + _START_AGAIN_S
+            # Where it was raised helps nobody.
+            logger.error("the worker of %s cannot run yet: %s", self._name, error)  # noqa: TRY400 - see above
+            return False
+        self._thread = thread
+        return True
 
     def _tell(self) -> None:
         """Wake the worker's thread, wherever it sleeps; the lock is held."""

@@ -213,7 +213,7 @@ class IoThread:
         finally:
             self._lines.close()
             if self._hosting is not None:
-                self._hosting.follow(None, 0)
+                self._hosting.end()
             self._prover.close()
 
     def _loop(self) -> None:

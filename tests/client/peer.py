@@ -29,6 +29,7 @@ from coordinator.messages import (
     Submit,
     Welcome,
     WhoAreYou,
+    WorkerOrders,
     decode_from_peer,
     encode,
 )
@@ -92,6 +93,7 @@ class Peer:
         hellos, submits, byes: what was heard.
         max_welcome: a Welcome brings at most so many events.
         heartbeat_s: how often ranks are asked to give a sign of life.
+        worker: what ranks are to run themselves, if anything; what it says is not heard.
 
     """
 
@@ -105,6 +107,7 @@ class Peer:
         self.deaf = False
         self.max_welcome = 1 << 20
         self.heartbeat_s = HEARTBEAT_S
+        self.worker: WorkerOrders | None = None
         self.hellos: list[Hello] = []
         self.submits: list[Submit] = []
         self.byes = 0
@@ -263,6 +266,7 @@ class Peer:
             self._stable(group),
             member.received,
             self.heartbeat_s,
+            worker=self.worker,
         )
         self._say(identity, encode(welcome))
 

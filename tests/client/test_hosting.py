@@ -191,6 +191,12 @@ def crash(*_: object) -> None:
     raise ZeroDivisionError
 
 
+def no_thread(*_: object) -> None:
+    """Fail as the start of a thread does where the system allows no more of them."""
+    message = "can't start new thread"
+    raise RuntimeError(message)
+
+
 def test_nothing_runs_before_it_is_ordered_and_nothing_after_the_end(scene: Scene) -> None:
     assert threads() == []
     assert scene.is_quiet
@@ -418,6 +424,34 @@ def test_a_want_of_descriptors_passes_and_holds_nothing_meanwhile(
     scene.move(1, 3)
     scene.hosting.stop(5)
     assert scene.is_quiet
+
+
+def test_a_want_of_threads_passes(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever asks for the worker goes on without it, and asks again."""
+    ours = orders()
+    monkeypatch.setattr("coordinator.client.hosting._START_AGAIN_S", 0.0, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        scene.hosting.follow(ours, PRESENT)
+        scene.hosting.follow(ours, PRESENT)
+    assert caplog.text.count("the worker of p/0 cannot run yet: can't start new thread") == 2
+    assert scene.is_quiet
+    scene.hosting.follow(ours, PRESENT)
+    assert scene.desk.hello().token == ours.token
+    scene.connect()
+    scene.move(1, 3)
+
+
+def test_a_thread_that_cannot_be_had_is_not_asked_for_all_the_time(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for _ in range(3):
+        scene.hosting.follow(orders(), PRESENT)
+    assert caplog.text.count("cannot run yet") == 1
+    scene.hosting.stop(5)
 
 
 def test_a_pool_with_a_file_is_locked_as_by_a_worker_process(scene: Scene) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import secrets
 import select
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 from coordinator.client import ClientSettings, KVPool, PrefillRank, RankState, iothread
 from coordinator.client.inbox import Head
 from coordinator.errors import ClosedError
-from coordinator.messages import Open, Send, encode
+from coordinator.messages import Open, Send, WorkerOrders, encode
 from tests.client.peer import LAYOUT, Peer, drain_until, outcomes
 from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
@@ -156,11 +157,13 @@ def test_a_rank_that_nobody_refers_to_says_goodbye(peer: Peer) -> None:
 
 
 def test_a_client_that_is_part_of_a_cycle_says_goodbye(peer: Peer) -> None:
-    """The garbage collector may find it in any thread, its own included."""
+    """The garbage collector may find it in any thread, its own included; nobody waits for its worker then."""
+    peer.worker = WorkerOrders(secrets.token_bytes(32), "g-0", "loopback", {}, 0.05)
     with KVPool.allocate(LAYOUT, 4) as pool:
         rank = PrefillRank.connect(peer.control, group="g", rank=0, world_size=1, pool=pool)
         rank.wait_ready(10)
         thread = rank._io._thread
+        eventually(lambda: _runs("kv-worker-g/0"), 10, "its worker")
         rank.__dict__["cycle"] = rank
         collected: list[int] = []
 
@@ -176,6 +179,7 @@ def test_a_client_that_is_part_of_a_cycle_says_goodbye(peer: Peer) -> None:
         thread.join(10)
         assert any(collected)
         assert not thread.is_alive()
+        eventually(lambda: not _runs("kv-worker-g/0"), 10, "the end of its worker")
 
 
 def test_a_forked_child_is_told_to_connect_anew(peer: Peer, connect: Connect) -> None:
@@ -241,6 +245,10 @@ def test_a_forked_child_that_drains_takes_no_wake_up_from_its_parent(peer: Peer,
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert _is_readable(bell)
     assert [event.room for event in rank.drain()] == [1]
+
+
+def _runs(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
 
 
 def _is_readable(descriptor: int) -> bool:
