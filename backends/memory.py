@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -91,10 +92,10 @@ def open_shared(path: str, size_bytes: int) -> int:
         # O_NONBLOCK: a device put in its place, or a lease on it, must not hold us up.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        message = (
-            f"{path!r} cannot be opened: {error.strerror}; "
-            f"both processes must share one {SHM_DIRECTORY} and one user"
-        )
+        cure = f"both processes must share one {SHM_DIRECTORY} and one user"
+        if error.errno in {errno.EMFILE, errno.ENFILE}:
+            cure = "raise the limit of open files, of this process or of its host"
+        message = f"{path!r} cannot be opened: {error.strerror}; {cure}"
         raise InvalidTransferError(message) from error
     found = os.fstat(descriptor)
     problem = None

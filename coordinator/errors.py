@@ -5,6 +5,12 @@ No exception of a library leaves the package; each is turned into one of these w
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+#: What a process, or its host, can be short of for a while.
+_WANTS: Final = {errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOMEM, errno.ENOBUFS}
+
 
 class CoordinatorError(Exception):
     """The base of every error that this package raises."""
@@ -65,3 +71,12 @@ class InvalidTransitionError(CoordinatorError):
 
 class WorkerError(CoordinatorError):
     """A transfer worker could not be started or does not obey."""
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether an error comes from a want of descriptors, locks or memory: later the same may succeed."""
+    while error is not None:
+        if getattr(error, "errno", None) in _WANTS:
+            return True
+        error = error.__cause__
+    return False

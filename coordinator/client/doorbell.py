@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+from coordinator.errors import NotReadyError
+
 
 class Doorbell:
     """Rung by any thread, silenced by the one that it wakes. Neither call ever blocks."""
@@ -12,11 +14,21 @@ class Doorbell:
     __slots__ = ("_descriptor", "_lock", "_rings")
 
     def __init__(self) -> None:
+        """Open it.
+
+        Raises:
+            NotReadyError: there is no descriptor to be had.
+
+        """
         # So that a late ring never goes to a descriptor that is something else by now.
         self._lock = threading.Lock()
         self._rings = False
         self._descriptor = -1
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            message = f"a client cannot be woken: {error.strerror}; raise the limits of this process"
+            raise NotReadyError(message) from error
 
     def fileno(self) -> int:
         """Return the descriptor, readable while the bell rings; -1 once it is closed."""

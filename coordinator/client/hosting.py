@@ -33,7 +33,7 @@ from backends.file_locks import unlock
 from coordinator import messages
 from coordinator.client.doorbell import Doorbell
 from coordinator.client.sockets import open_control
-from coordinator.errors import CoordinatorError, PoolBusyError
+from coordinator.errors import CoordinatorError, PoolBusyError, may_pass
 from coordinator.messages import WorkerBye, WorkerHello
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.loop import ControlLoop, End
@@ -230,12 +230,13 @@ class Hosting:
             with ExitStack() as held:
                 self._lock(post.instance, held)
                 goes_on = self._work(post, line, held)
-        except (PoolBusyError, OSError, zmq.ZMQError) as error:
-            # It may pass. What had begun to move by then is fenced, else this were an _UnfencedError.
-            logger.warning("the worker of %s: %s", self._name, error)
-        except (BackendError, CoordinatorError) as error:
-            logger.error("the worker of %s cannot run: %s", self._name, error)  # noqa: TRY400 - the text says it all
-            goes_on, last_word = False, str(error)
+        except (BackendError, CoordinatorError, OSError, zmq.ZMQError) as error:
+            # What had begun to move by then is fenced, else this were an _UnfencedError.
+            if isinstance(error, (PoolBusyError, OSError, zmq.ZMQError)) or may_pass(error):
+                logger.warning("the worker of %s: %s", self._name, error)
+            else:
+                logger.error("the worker of %s cannot run: %s", self._name, error)  # noqa: TRY400 - the text says it all
+                goes_on, last_word = False, str(error)
         if not last_word and not (goes_on and self._is_wanted(post)):
             last_word = "it was told to end"
         with self._change:

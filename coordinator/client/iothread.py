@@ -11,7 +11,10 @@ import logging
 import os
 import threading
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
+
+import zmq
 
 from coordinator.client.clock import Clock
 from coordinator.client.doorbell import Doorbell
@@ -20,7 +23,7 @@ from coordinator.client.prover import Prover
 from coordinator.client.sockets import load_keys
 from coordinator.client.standing import RankState
 from coordinator.client.token import Token
-from coordinator.errors import ClosedError, ConfigError, NotReadyError, RefusedError
+from coordinator.errors import ClosedError, NotReadyError, RefusedError
 from coordinator.messages import Bye, encode
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 _BATCHES: Final = 16
 _MAX_SLEEP_S: Final = 60.0
 _CLOSE_S: Final = 2.0
+#: How soon sockets that could not be had are asked for again.
+_OPEN_AGAIN_S: Final = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -65,28 +70,34 @@ class IoThread:
 
         Raises:
             ConfigError: ZeroMQ cannot use the address, or a key file cannot be read.
+            NotReadyError: the process has no descriptors or threads left for it.
 
         """
         keys = load_keys(settings)
         self.lives = lives
         self._make_lock()
-        self._wake = Doorbell()
         self._bell: Doorbell | None = None
         self._sleeping = False
         self._stopping = False
+        self._open_at_s = 0.0
         self._clock = Clock()
         self._prover = Prover(lives, make_proof(self.endpoint_moved), self._clock)
         self._hosting = hosting
-        try:
-            # Opened here, where a bad address can be told; from its start on the thread owns them.
-            self._lines = Lines(lives.conversation, address, group, keys, self._wake.fileno())
-        except ConfigError:
-            self._wake.close()
-            raise
-        name = f"kv-client-{lives.conversation.standing.name}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _threads.add(self)
-        self._thread.start()
+        name = lives.conversation.standing.name
+        self._thread = threading.Thread(target=self._run, name=f"kv-client-{name}", daemon=True)
+        self._wake = Doorbell()
+        with ExitStack() as opened:
+            opened.callback(self._wake.close)
+            try:
+                # Opened here, where a bad address can be told; from its start on the thread owns them.
+                self._lines = Lines(lives.conversation, address, group, keys, self._wake.fileno())
+                opened.callback(self._lines.close)
+                _threads.add(self)
+                self._thread.start()
+            except (zmq.ZMQError, RuntimeError) as error:
+                message = f"{name} cannot be connected now: {error}; raise the limits of this process"
+                raise NotReadyError(message) from error
+            opened.pop_all()
 
     # --- for the engine's threads ------------------------------------------------------------
 
@@ -244,8 +255,14 @@ class IoThread:
         talk = self.lives.conversation
         if self._hosting is not None:
             self._hosting.follow(talk.orders, talk.hello.instance)
+        if self._clock.now_s() < self._open_at_s:
+            return
         try:
             is_new = self._lines.follow(talk)
+        except zmq.ZMQError as error:
+            self._open_at_s = self._clock.now_s() + _OPEN_AGAIN_S
+            logger.warning("%s has no line to its coordinator: %s", talk.standing.name, error)
+            return
         except RefusedError as error:
             with self._lock:
                 talk.fail(RankState.REFUSED, error)
@@ -309,7 +326,7 @@ class IoThread:
     def _due_s(self) -> float:
         """When there will be something to do, if nobody wakes us; the lock is held."""
         if self.lives.conversation is not self._lines.talk:
-            return 0.0
+            return self._open_at_s
         if self._prover.prepares:
             return self._prover.due_s
         return min(self.lives.due_s(), self._prover.due_s)

@@ -11,7 +11,7 @@ import zmq
 
 from coordinator import frames as wire
 from coordinator.client.sockets import open_control, open_outcomes
-from coordinator.errors import ConfigError, ProtocolError, RefusedError
+from coordinator.errors import ConfigError, ProtocolError, RefusedError, may_pass
 from coordinator.messages import decode_broadcast, decode_to_rank
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Lines:
 
         Raises:
             ConfigError: ZeroMQ cannot use the address.
+            ZMQError: there are no sockets to be had.
 
         """
         self.talk = talk
@@ -70,6 +71,8 @@ class Lines:
         try:
             self._control = open_control(address, self._identity, keys)
         except zmq.ZMQError as error:
+            if may_pass(error):
+                raise
             problem = (
                 f"address: {address!r} cannot be used: {error}; give the coordinator's control "
                 f"address, such as ipc:///run/kv-coordinator/control or tcp://host:port"
@@ -85,24 +88,24 @@ class Lines:
 
         Raises:
             RefusedError: the address that it is to subscribe to cannot be used.
+            ZMQError: there are no sockets to be had. What is not open yet the next call opens.
 
         """
         wanted = (talk.outcomes, talk.connections)
         is_next = talk is not self.talk
         if not is_next and wanted == self._opened:
             return False
-        if is_next:
-            # Under another name: what is still said to the former one goes nowhere.
-            self.talk = talk
-            self._identity = _new_identity()
         reconnects = is_next or talk.connections != self._opened[1]
-        self._opened = wanted
         if reconnects:
+            # Under another name: what is still said to the former one goes nowhere.
+            identity = _new_identity() if is_next else self._identity
+            control = open_control(self._address, identity, self._keys)
             self._poller.unregister(self._control)
             self._control.close(0)
-            self._control = open_control(self._address, self._identity, self._keys)
+            self._control, self._identity, self.talk = control, identity, talk
             self._poller.register(self._control, zmq.POLLIN)
         self._subscribe(talk.outcomes)
+        self._opened = wanted
         return reconnects
 
     def transmit(self, frame: bytes) -> bool:
@@ -158,6 +161,8 @@ class Lines:
         try:
             self._outcomes = open_outcomes(address, self._topic, self._keys)
         except zmq.ZMQError as error:
+            if may_pass(error):
+                raise
             message = (
                 f"the coordinator at {self._address} has {self.talk.standing.name} subscribe to "
                 f"{address!r}, which cannot be used: {error}; correct the address that it advertises"

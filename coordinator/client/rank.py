@@ -136,7 +136,12 @@ class Rank:
         return self._io.wait_for(lambda: self._lives.conversation.news, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``drain`` may return something new."""
+        """Return a descriptor that is readable while ``drain`` may return something new.
+
+        Raises:
+            NotReadyError: there is none to be had.
+
+        """
         return self._io.fileno()
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -225,6 +230,7 @@ class PrefillRank(Rank):
             ConfigError: the address cannot be used.
             PoolError: the pool does not fit, or is closed.
             ProtocolError: a name or a number is not acceptable.
+            NotReadyError: this process has no descriptors or threads left for it.
 
         """
         hello = introduction(Role.PREFILL, address, group, rank, world_size, pool)
@@ -293,6 +299,7 @@ class DecodeRank(Rank):
             ConfigError: the address cannot be used.
             PoolError: the pool does not fit, or is closed.
             ProtocolError: a name or a number is not acceptable.
+            NotReadyError: this process has no descriptors or threads left for it.
 
         """
         hello = introduction(Role.DECODE, address, group, rank, world_size, endpoint.pool, endpoint)

@@ -26,7 +26,7 @@ import zmq
 from backends import registry
 from backends.base import BackendError
 from coordinator import messages
-from coordinator.errors import ConfigError, CoordinatorError, PoolBusyError
+from coordinator.errors import ConfigError, CoordinatorError, PoolBusyError, may_pass
 from coordinator.messages import WorkerHello
 from coordinator.worker.host import WorkerHost
 from coordinator.worker.loop import MAX_COMMANDS_BYTES, ControlLoop, End
@@ -81,13 +81,10 @@ def _run() -> ExitCode:
         host.start([pool.region])
     except BackendError as error:
         _log.error("backend %s: %s", settings.backend, error)
-        return ExitCode.BACKEND
-    except PoolBusyError as error:
-        _log.error("%s", error)
-        return ExitCode.BUSY
+        return ExitCode.BUSY if may_pass(error) else ExitCode.BACKEND
     except CoordinatorError as error:
         _log.error("%s", error)
-        return ExitCode.POOL
+        return ExitCode.BUSY if isinstance(error, PoolBusyError) or may_pass(error) else ExitCode.POOL
     hello = WorkerHello(
         messages.VERSION,
         bytes.fromhex(settings.token),

@@ -426,6 +426,31 @@ def test_a_want_of_descriptors_passes_and_holds_nothing_meanwhile(
     assert scene.is_quiet
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pool_that_cannot_be_opened_for_want_of_descriptors_is_opened_later(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """First it is locked, then it is registered with the backend."""
+    opened: list[str] = []
+    real = os.open
+    with KVPool.allocate(LAYOUT, PAGES) as shared:
+
+        def scarce(path: str, *arguments: int, **more: int) -> int:
+            if path == shared.path:
+                opened.append(path)
+                if len(opened) == number:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(path, *arguments, **more)
+
+        monkeypatch.setattr(os, "open", scarce)
+        hosting = scene.host(shared)
+        ours = orders()
+        hosting.follow(ours, PRESENT)
+        assert scene.desk.hello().token == ours.token
+        hosting.stop(5)
+    assert len(opened) == number + 2
+
+
 def test_a_want_of_threads_passes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

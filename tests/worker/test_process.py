@@ -358,6 +358,24 @@ def test_a_worker_that_cannot_start_says_why_and_how(
     assert text in worker.log.read_text().splitlines()[-1]
 
 
+def test_a_worker_that_finds_no_descriptor_for_its_pool_may_be_started_again(
+    settings: WorkerSettings,
+) -> None:
+    code = (
+        "import os, resource\n"
+        "from coordinator.worker import process\n"
+        "free = os.dup(0); os.close(free)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, free + 1))\n"  # one, for its outbox
+        "process.main()"
+    )
+    line = encode_settings(settings)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], input=line, capture_output=True, timeout=30, check=False
+    )
+    assert ended.returncode == ExitCode.BUSY, ended.stderr.decode()
+    assert "Too many open files; raise the limit of open files" in ended.stderr.decode().splitlines()[-1]
+
+
 def test_a_pool_of_another_size_than_its_pages_need_is_refused(start: Start, pool: PoolFile) -> None:
     worker = start(pool=Pool(pool.path, pool.size_bytes, PAGES - 1))
     assert worker.exit_code() == ExitCode.POOL
