@@ -126,12 +126,18 @@ class Endpoint:
             return not self._former
 
     def close(self) -> None:
-        """Stop receiving and give the memory back. Calling it twice is fine."""
+        """Stop receiving and give the memory back. Calling it twice is fine.
+
+        Raises:
+            BackendError: the agent cannot be destroyed. Until another call succeeds the memory may still
+                be written.
+
+        """
         with self._lock:
             self._closed = True
-            backend, self._backend = self._backend, None
-            if backend is not None:
-                backend.close()
+            if self._backend is not None:
+                self._backend.close()
+                self._backend = None
             self._close_gate()
 
     def _close_gate(self) -> None:

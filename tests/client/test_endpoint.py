@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from backends import registry
 from backends.base import BackendError, BackendUnavailableError, Grid, Part, Status
+from backends.nixl import NixlBackend
 from coordinator.client import DecodeRank, Endpoint, KVPool
 from coordinator.errors import PoolError
+from tests.backends.rigs import HAS_NIXL
 from tests.client.peer import LAYOUT, Peer
 
 
@@ -55,6 +59,28 @@ def test_closing_twice_is_fine() -> None:
     with KVPool.allocate(LAYOUT, 8) as pool:
         endpoint = Endpoint(pool, backend="loopback")
         endpoint.close()
+        endpoint.close()
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(not HAS_NIXL, reason="the nixl wheel is not installed")
+def test_an_endpoint_that_cannot_be_closed_is_closed_by_another_call() -> None:
+    """Until then it is written into, by the leave of its gate; and nobody is told that it is closed."""
+    with KVPool.wrap([torch.zeros(2, 8, 256, dtype=torch.uint8) for _ in range(2)], LAYOUT) as pool:
+        endpoint = Endpoint(pool)
+        backend, gate = endpoint._backend, endpoint._gate
+        assert isinstance(backend, NixlBackend)
+        assert backend._receiver is not None
+        assert gate is not None
+        holder = [backend._receiver._native]
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the engine cannot be destroyed"):
+                endpoint.close()
+            assert Path(gate.path).exists()
+        holder.clear()
+        endpoint.close()
+        assert not Path(gate.path).exists()
+        assert backend.silent()
         endpoint.close()
 
 
