@@ -30,7 +30,7 @@ class PrivateDirectory:
         """Make it, and remove those of coordinators that are dead.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: it cannot be made, or locked.
 
         """
         try:
@@ -39,6 +39,9 @@ class PrivateDirectory:
             problem = f"TMPDIR: cannot make a directory for the workers' socket: {error}"
             raise ConfigError([problem]) from error
         self._lock = _locked(self.path)
+        if self._lock is None:
+            self.remove()
+            raise ConfigError([f"TMPDIR: {self.path}, for the workers' socket, cannot be locked"])
         for path in self.path.parent.glob(f"{_PREFIX}*"):
             _remove_if_dead(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from coordinator.config import Config
     from coordinator.groups import Group, Rank
+    from coordinator.socket_files import SocketFile
 
 #: After the last verdict: how long ranks get to acknowledge it before the coordinator ends.
 FAREWELL_S: Final = 1.0
@@ -89,7 +89,7 @@ class Service:
             config, self.epoch, self.counters, self.rooms, self.membership, self.transfers, self.quarantine
         )
         self.addresses: list[str] = []
-        self._bound: list[str] = []
+        self._files: list[SocketFile] = []
         self._private: PrivateDirectory | None = None
         self._workers_address = ""
         self._authenticator: ThreadAuthenticator | None = None
@@ -108,7 +108,7 @@ class Service:
         listen = self.config.listen
         self._private = PrivateDirectory()
         # Before any key is demanded: this one is in a directory of our own, for our own workers.
-        self._workers_address = sockets.bind(self._router, f"ipc://{self._private.path}/workers", "workers")
+        self._workers_address = self._bind(self._router, f"ipc://{self._private.path}/workers", "workers")
         if self.config.security is not None:
             self._authenticator = sockets.authenticate(
                 self._context, self.config.security, [self._router, self._xpub]
@@ -315,17 +315,14 @@ class Service:
             _log.error("worker.left_behind", rank=stops[stop].rank.name)
 
     def _remove_files(self) -> None:
-        """Remove our socket files: libzmq does so too, but perhaps not before the process is gone."""
+        for file in self._files:
+            file.remove()
+        self._files.clear()
         if self._private is not None:
             self._private.remove()
-        for bound in self._bound:
-            if bound.startswith("ipc://"):
-                Path(bound.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _bind(self, socket: zmq.Socket[bytes], address: str, key: str) -> str:
-        bound = sockets.bind(socket, address, key)
-        self._bound.append(bound)
-        return bound
+        return sockets.bind(socket, address, key, self._files)
 
     def _send(self, frames: list[bytes]) -> bool:
         return self._control.send(frames)

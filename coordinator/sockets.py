@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import socket as unix
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +11,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from coordinator import addresses
 from coordinator.errors import ConfigError
+from coordinator.socket_files import SocketFile
 
 if TYPE_CHECKING:
     from coordinator.config import Limits, Security
@@ -43,29 +41,35 @@ def xpub(context: zmq.Context[zmq.Socket[bytes]], limits: Limits) -> zmq.Socket[
     return _bounded(socket, limits)
 
 
-def bind(socket: zmq.Socket[bytes], address: str, key: str) -> str:
+def bind(socket: zmq.Socket[bytes], address: str, key: str, files: list[SocketFile]) -> str:
     """Bind and return the address as it is bound (a port 0 is resolved).
 
-    A socket file is made for our user alone, and never taken from a coordinator that is running:
-    libzmq would replace it without a word.
+    A socket file is added to ``files``; it is the caller's to remove.
 
     Raises:
         ConfigError: the address cannot be bound; ``key`` names the setting it came from.
 
     """
-    kind = addresses.transport(address)
-    if kind == "ipc":
-        _claim(Path(address.removeprefix("ipc://")), key)
-    mask = os.umask(0o077)
     try:
-        socket.bind(address)
+        if addresses.transport(address) == "ipc":
+            files.append(SocketFile(Path(address.removeprefix("ipc://")), key))
+            _bind_file(socket, address, files[-1])
+        else:
+            socket.bind(address)
     except zmq.ZMQError as error:
         problem = f"{key}: cannot listen on {address}: {error}"
         raise ConfigError([problem]) from error
-    finally:
-        os.umask(mask)
     bound = bytes(socket.getsockopt(zmq.LAST_ENDPOINT))
     return bound.rstrip(b"\0").decode()
+
+
+def _bind_file(socket: zmq.Socket[bytes], address: str, file: SocketFile) -> None:
+    socket.setsockopt(zmq.USE_FD, file.listener.fileno())
+    try:
+        socket.bind(address)
+        file.listener.detach()
+    finally:
+        socket.setsockopt(zmq.USE_FD, -1)
 
 
 def authenticate(
@@ -123,28 +127,3 @@ def _bounded(socket: zmq.Socket[bytes], limits: Limits) -> zmq.Socket[bytes]:
     for option, value in options.items():
         socket.setsockopt(option, value)
     return socket
-
-
-def _claim(path: Path, key: str) -> None:
-    """Make the directory of a socket file, and see that nobody listens on that file.
-
-    libzmq removes whatever is there: that must be a socket that nobody uses any more.
-    """
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError([f"{key}: cannot make the directory {path.parent}: {error.strerror}"]) from error
-    try:
-        if path.exists() and not path.is_socket():
-            raise ConfigError([f"{key}: {path} is there and is no socket; it would be removed"])
-        with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
-            problem = probe.connect_ex(str(path))
-    except OSError as error:
-        # A path that is too long has no errno.
-        raise ConfigError([f"{key}: {path} cannot be used: {error.strerror or error}"]) from error
-    if problem in {errno.EACCES, errno.EPERM}:
-        raise ConfigError(
-            [f"{key}: {path} belongs to another user, and cannot be used: {os.strerror(problem)}"]
-        )
-    if problem not in {errno.ENOENT, errno.ECONNREFUSED}:
-        raise ConfigError([f"{key}: another process listens on {path} already"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import fcntl
+import os
 import socket
+import stat
 import tempfile
-from contextlib import asynccontextmanager
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +19,11 @@ import pytest
 import zmq
 import zmq.auth
 
-from coordinator.config import Config, Listen, Security
+from coordinator.config import Config, Limits, Listen, Security
 from coordinator.errors import ConfigError
 from coordinator.service import Service
+from coordinator.socket_files import SocketFile
+from coordinator.sockets import bind, router
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -66,6 +74,24 @@ async def test_no_room_for_temporary_files_is_a_sentence_and_nothing_is_removed(
     assert (tmp_path / "precious").exists()
 
 
+async def test_a_directory_that_cannot_be_locked_is_a_sentence(
+    listen: Listen,
+    context: zmq.Context[zmq.Socket[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next coordinator would take it for one that a dead one has left behind, and remove it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"TMPDIR: .*kv-coordinator-.* cannot be locked"):
+        await start_and_stop(Service(Config(listen=listen), context))
+    assert not files_in(tmp_path)
+
+
 async def test_an_address_that_is_listened_on_is_not_taken_away(
     listen: Listen, context: zmq.Context[zmq.Socket[bytes]], short_dir: Path
 ) -> None:
@@ -78,6 +104,57 @@ async def test_an_address_that_is_listened_on_is_not_taken_away(
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(f"{short_dir}/control")
         assert first.addresses == list(listen.control)
+    assert not files_in(short_dir)
+
+
+def test_of_two_that_start_in_one_instant_one_has_the_address(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_looked, both_decided = threading.Barrier(2), threading.Barrier(2)
+    looked = socket.socket.connect_ex
+
+    def look_together(line: socket.socket, address: str) -> int:
+        problem = looked(line, address)
+        if address.endswith("control"):
+            with suppress(threading.BrokenBarrierError):
+                both_looked.wait(0.5)
+        return problem
+
+    async def start(context: zmq.Context[zmq.Socket[bytes]]) -> str:
+        service = Service(Config(listen=listen), context)
+        try:
+            await service.start()
+        except ConfigError as error:
+            return str(error)
+        else:
+            return "started"
+        finally:
+            both_decided.wait(10)
+            await service.stop()
+
+    def run() -> str:
+        with zmq.Context() as context:
+            return asyncio.run(start(context))
+
+    monkeypatch.setattr(socket.socket, "connect_ex", look_together)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = sorted(future.result(20) for future in [threads.submit(run) for _ in range(2)])
+    assert "control: another process listens on" in first
+    assert second == "started"
+
+
+def test_what_takes_the_place_of_a_socket_that_was_removed_stays(short_dir: Path) -> None:
+    """By its own rules libzmq would remove it, in a thread of its own, whenever it comes to it."""
+    path = short_dir / "control"
+    files: list[SocketFile] = []
+    with zmq.Context() as context, router(context, Limits()) as line:
+        assert bind(line, f"ipc://{path}", "control", files) == f"ipc://{path}"
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+        files[0].remove()
+        following = SocketFile(path, "control")
+    assert path.is_socket()
+    following.listener.close()
+    following.remove()
     assert not files_in(short_dir)
 
 
