@@ -144,12 +144,13 @@ class FileWriter(Writer):
         count: int,
         level: int,
         tell_dropped: Callable[[int], bytes],
-        tell_not_rotated: Callable[[Path, OSError], None],
+        tell: Callable[[str, Path, OSError], None],
     ) -> None:
         """Go on where the file ends; keep ``count`` files of ``max_bytes``.
 
-        A file that cannot be set aside is written on, whatever its size: ``tell_not_rotated`` is called once
-        until it can be, in the thread that writes.
+        A file that cannot be set aside is written on, until it has as much as all of them may have. Then its
+        lines are dropped. ``tell`` is called for either once until it can be, in the thread that writes: with
+        the name of the event, the file, and why.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -159,8 +160,12 @@ class FileWriter(Writer):
         self._path = path
         self._max_bytes = max_bytes
         self._count = count
-        self._tell_not_rotated = tell_not_rotated
-        self._rotated = True
+        # With only one, a want that passes must not cost lines at once.
+        self._most_bytes = max_bytes * max(count, 2)
+        self._tell = tell
+        # Why it cannot be set aside.
+        self._problem: OSError | None = None
+        self._told_full = False
         self._rotate_again_s = 0.0
         try:
             descriptor = self._open(path)
@@ -175,13 +180,17 @@ class FileWriter(Writer):
     def _open(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
-    def _write(self, data: bytes) -> bool:
-        full = self._size_bytes and self._size_bytes + len(data) > self._max_bytes
-        if full and time.monotonic() >= self._rotate_again_s:
+    def _write(self, lines: list[bytes]) -> int:
+        size_bytes = self._size_bytes + sum(map(len, lines))
+        if self._size_bytes and size_bytes > self._max_bytes and time.monotonic() >= self._rotate_again_s:
             self._try_to_rotate()
-        written = super()._write(data)
-        # Of what was not written, a part may be there.
-        self._size_bytes = self._size_bytes + len(data) if written else os.fstat(self._descriptor).st_size
+        if self._problem is not None and size_bytes > self._most_bytes:
+            if not self._told_full:
+                self._told_full = True
+                self._tell("log.file_full", self._path, self._problem)
+            return 0
+        written = super()._write(lines)
+        self._size_bytes = os.fstat(self._descriptor).st_size
         return written
 
     def _try_to_rotate(self) -> None:
@@ -189,11 +198,12 @@ class FileWriter(Writer):
             self._rotate()
         except OSError as error:
             self._rotate_again_s = time.monotonic() + ROTATE_AGAIN_S
-            if self._rotated:
-                self._tell_not_rotated(self._path, error)
-            self._rotated = False
+            if self._problem is None:
+                self._tell("log.file_not_rotated", self._path, error)
+            self._problem = error
         else:
-            self._rotated = True
+            self._problem = None
+            self._told_full = False
 
     def _rotate(self) -> None:
         """Set the file aside and go on in a new one.

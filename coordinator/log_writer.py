@@ -11,6 +11,7 @@ import select
 import threading
 import time
 from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -35,10 +36,12 @@ class DirectWriter:
 
     def put(self, line: bytes | str) -> None:
         """Write a line."""
+        data = _with_end(line)
         try:
-            os.write(self._descriptor, _with_end(line))
+            whole = os.write(self._descriptor, data) == len(data)
         except OSError:
-            self.dropped += 1
+            whole = False
+        self.dropped += not whole
 
     @property
     def alive(self) -> bool:
@@ -105,11 +108,12 @@ class Writer:
             lines = [self._lines.popleft() for _ in range(min(len(self._lines), _BATCH))]
             dropped = self.dropped
             news = [self._tell_dropped(dropped - told)] if dropped > told else []
-            if self._write(b"".join(map(_with_end, [*lines, *news]))):
+            written = self._write([_with_end(line) for line in (*lines, *news)])
+            if written == len(lines) + len(news):
                 told = dropped
             else:
-                # A part may be there. What was to be told is no line that is lost: it is told next time.
-                self._drop(len(lines))
+                # What was to be told is no line that is lost: it is told next time.
+                self._drop(len(lines) - written)
         os.close(self._descriptor)
 
     def _gather(self) -> bool:
@@ -125,10 +129,12 @@ class Writer:
         self._closing.wait(GATHER_S)
         return bool(self._lines)
 
-    def _write(self, data: bytes) -> bool:
-        """Write all of it; False when the descriptor does not take it."""
+    def _write(self, lines: list[bytes]) -> int:
+        """Write lines with their ends; how many are there: fewer when the descriptor takes no more."""
         # Half a line would spoil the next one as well.
-        rest = memoryview(b"\n" + data if self._torn else data)
+        start = b"\n" if self._torn else b""
+        rest = memoryview(start + b"".join(lines))
+        end = len(rest)
         while rest:
             try:
                 count = os.write(self._descriptor, rest)
@@ -137,11 +143,13 @@ class Writer:
             except OSError:
                 # The reader is gone or the disk is full. The next batch tries again.
                 time.sleep(GATHER_S)
-                return False
+                break
             else:
                 self._torn = rest[count - 1] != ord("\n")
                 rest = rest[count:]
-        return True
+        written = end - len(rest) - len(start)
+        # One that lacks nothing but its end gets that with the next one.
+        return sum(whole - 1 <= written for whole in accumulate(map(len, lines)))
 
 
 def _with_end(line: bytes | str) -> bytes:

@@ -154,7 +154,7 @@ def configure(
         _processors[:] = [_render_json]
     if file is not None:
         _State.file = FileWriter(
-            *file, _NUMBERS[level], lambda count: _encode(_dropped(count)), _tell_not_rotated
+            *file, _NUMBERS[level], lambda count: _encode(_dropped(count)), _tell_of_file
         )
     _State.writer = Writer(stream.fileno(), _dropped_line)
     _State.recent = Recent(_NUMBERS[level])
@@ -307,8 +307,8 @@ def _dropped(count: int) -> EventDict:
     return {"timestamp": _timestamp(), "level": "warning", "event": "log.dropped", "lines": count}
 
 
-def _tell_not_rotated(path: Path, error: OSError) -> None:
-    get_logger().warning("log.file_not_rotated", file=str(path), why=error.strerror or str(error))
+def _tell_of_file(event: str, path: Path, error: OSError) -> None:
+    get_logger().warning(event, file=str(path), why=error.strerror or str(error))
 
 
 class _Bridge(logging.Handler):

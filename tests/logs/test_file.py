@@ -79,6 +79,10 @@ def test_one_file_begins_anew(tmp_path: Path) -> None:
     assert [line["number"] for line in lines(path)] == [1]
 
 
+#: What a line of a test does not fit into beside another one; five times as much takes several of them.
+MAX_BYTES = 180
+
+
 class Full:
     """A log whose file is full, with all the files that are kept beside it, and failures to set it aside.
 
@@ -130,7 +134,7 @@ def test_a_file_that_cannot_be_set_aside_loses_no_line_and_no_history(
     full = Full(tmp_path / "log")
     before = full.history
     with (tmp_path / "stdout").open("w+") as stdout:
-        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        logs.configure("info", "json", stdout, LogFile(full.path, MAX_BYTES, 5))
         with monkeypatch.context() as broken:
             broken.setattr(FileWriter, "_open", full.fail)
             full.write(3)
@@ -161,7 +165,7 @@ def test_a_file_that_cannot_be_renamed_costs_the_oldest_once(
 
     monkeypatch.setattr(Path, "replace", busy)
     with (tmp_path / "stdout").open("w+") as stdout:
-        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        logs.configure("info", "json", stdout, LogFile(full.path, MAX_BYTES, 5))
         full.write(3)
         logs.close()
     assert full.attempts >= 3
@@ -169,12 +173,44 @@ def test_a_file_that_cannot_be_renamed_costs_the_oldest_once(
     assert "log.file_not_rotated" in (tmp_path / "stdout").read_text()
 
 
+def test_a_file_that_can_never_be_set_aside_grows_no_more_than_all_files_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not take is on stdout, which tells it, and is counted; once it can be, it goes on."""
+    monkeypatch.setattr(log_stream, "ROTATE_AGAIN_S", 0.0)
+    full = Full(tmp_path / "log")
+    told = ["log.file_not_rotated", "log.file_full"]
+    with (tmp_path / "stdout").open("w+") as stdout:
+        logs.configure("info", "json", stdout, LogFile(full.path, MAX_BYTES, 5))
+        writer = logs._State.file
+        assert writer is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(FileWriter, "_open", full.fail)
+            for _ in range(30):
+                get_logger().info("test.line", text="x" * 100)
+                eventually(
+                    lambda: writer._asleep and not writer._lines, what="the file's writer has nothing to do"
+                )
+                assert full.path.stat().st_size <= 5 * MAX_BYTES
+        kept = [line["event"] for line in lines(full.path)[1:]]
+        assert 2 < kept.count("test.line") < 6
+        lost = logs.dropped()
+        assert lost == 30 + len(told) - len(kept), "what is told of the file is lost there, too"
+        get_logger().info("test.last")
+        logs.close()
+    shown = [line["event"] for line in lines(tmp_path / "stdout")]
+    assert shown.count("test.line") == 30
+    assert [event for event in shown if event in told] == told
+    assert [line["event"] for line in lines(full.path)] == ["test.last", "log.dropped"]
+    assert lines(full.path)[1]["lines"] == lost
+
+
 def test_what_cannot_be_set_aside_is_not_tried_at_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = Full(tmp_path / "log")
     with (tmp_path / "stdout").open("w+") as stdout:
-        logs.configure("info", "json", stdout, LogFile(full.path, 100, 5))
+        logs.configure("info", "json", stdout, LogFile(full.path, MAX_BYTES, 5))
         monkeypatch.setattr(FileWriter, "_open", full.fail)
         full.write(3)
         logs.close()

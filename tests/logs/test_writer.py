@@ -175,6 +175,29 @@ def test_all_that_was_lost_is_told_also_what_was_lost_while_it_could_not_be_told
     assert drain(reader) == b"there\ndropped 50\n"
 
 
+@pytest.mark.parametrize(("room_bytes", "kept"), [(0, 0), (3, 0), (4, 1), (5, 1), (7, 2), (12, 3), (15, 3)])
+def test_of_what_is_written_in_part_only_what_is_not_there_is_lost(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, room_bytes: int, kept: int
+) -> None:
+    reader, descriptor = pipe
+    monkeypatch.setattr(log_writer, "_BATCH", 4)
+    monkeypatch.setattr(log_writer, "GATHER_S", 0.2)
+    disk = Disk(monkeypatch)
+    disk.room_bytes = room_bytes
+    writer = Writer(descriptor, tell)
+    os.close(descriptor)
+    four = [b"1234", b"56", b"789", b"abcd"]
+    for line in four:
+        writer.put(line)
+    eventually(lambda: writer.dropped, what="the rest is counted")
+    disk.room_bytes = None
+    writer.put(b"there")
+    writer.close(5.0)
+    assert writer.dropped == 4 - kept
+    whole = [line for line in drain(reader).splitlines() if line in four]
+    assert whole == four[:kept]
+
+
 def test_half_a_line_does_not_spoil_the_next_one(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
