@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from coordinator.errors import ConfigError
+from coordinator.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,7 +159,7 @@ def reload(
     if json:
         _print_json(answer)
     else:
-        typer.echo(f"changed: {', '.join(answer['changed']) or 'nothing'}")
+        typer.echo(printable(f"changed: {', '.join(answer['changed']) or 'nothing'}"))
 
 
 def logs(  # noqa: PLR0913 - each is an option
@@ -186,7 +187,7 @@ def logs(  # noqa: PLR0913 - each is an option
     console = _console()
     for line in lines:
         if json:
-            typer.echo(line)
+            typer.echo(printable_json(line))
         else:
             console.print(shown.log_line(json_text.loads(line)), soft_wrap=True)
 
@@ -230,7 +231,7 @@ def _admission(answer: dict[str, Any], *, json: bool) -> None:
         _print_json(answer)
     else:
         doing = "no new handoffs are admitted" if answer["draining"] else "new handoffs are admitted"
-        typer.echo(f"{doing}; {answer['in_flight']} are in flight")
+        typer.echo(printable(f"{doing}; {answer['in_flight']} are in flight"))
 
 
 def _status(answer: dict[str, Any], oldest: list[dict[str, Any]]) -> RenderableType:
@@ -253,4 +254,4 @@ def _console() -> Console:
 
 
 def _print_json(answer: object) -> None:
-    typer.echo(json_text.dumps(answer, indent=2))
+    typer.echo(printable_json(json_text.dumps(answer, indent=2)))

@@ -145,6 +145,17 @@ def test_the_last_lines_of_the_log_can_be_chosen(running: Running) -> None:
     assert running.ask("logs", "--level", "error") == ""
 
 
+def test_json_has_nothing_that_a_terminal_obeys_either(running: Running) -> None:
+    evil = "\x7f\x9b2J\x1b[2J\u202e"
+    running.ask("cancel", "1", "--why", evil)
+    for arguments in (("logs", "--room", "1"), ("show", "1"), ("status",)):
+        text = running.ask(*arguments, "--json")
+        assert text.replace("\n", "").isprintable()
+    lines = running.ask("logs", "--room", "1", "--json").splitlines()
+    assert evil in [json.loads(line).get("why") for line in lines]
+    assert running.told("show", "1")["handoff"]["failure"]["message"] == evil
+
+
 def test_the_log_is_followed_and_the_end_is_told(running: Running, programs: Programs) -> None:
     follower = programs.python("-m", "coordinator", "logs", "--url", running.url, "-f", "-n", "9", "--json")
     follower.says("handoff.opened", 20)

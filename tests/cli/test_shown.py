@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from coordinator.commands import caller, operate, shown
+from coordinator.printable import printable_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -102,6 +104,20 @@ def test_no_text_of_others_reaches_the_terminal_as_it_is(
     text = printed(what(), monkeypatch)
     assert text.replace("\n", "").isprintable()
     assert text.count(TOLD) == times
+
+
+@pytest.mark.parametrize(
+    "text",
+    [EVIL, "\x7f\x80\x9f\xa0", "\u202e\u2028\ufeff", "\U000e0001", "\ud800", "plain, Grüße, 漢字, \\x7f"],
+)
+def test_json_of_others_means_what_it_meant_and_has_nothing_that_a_terminal_obeys(text: str) -> None:
+    for indent in (None, 2):
+        written = json.dumps({text: [text]}, indent=indent, ensure_ascii=False)
+        told = printable_json(written)
+        assert told.replace("\n", "").isprintable()
+        assert json.loads(told) == {text: [text]}
+        assert told.count("\n") == written.count("\n")
+        assert (told == written) == written.replace("\n", "").isprintable()
 
 
 def test_a_traceback_has_its_lines() -> None:
