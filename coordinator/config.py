@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,8 @@ from coordinator.messages import MAX_FRAME_BYTES
 
 #: Largest configuration file that is read.
 MAX_FILE_BYTES: Final = 1 << 20
+#: So many tables and lists in each other are more than any setting needs.
+MAX_DEPTH: Final = 32
 
 #: A bound. NaN and infinity are refused: without a bound, nothing would be bounded.
 Seconds = Annotated[
@@ -313,6 +315,10 @@ def parse(text: str, name: str = "configuration") -> Config:
         raise ConfigError([f"{name}: is nested too deeply"]) from error
     except ValueError as error:  # no TOML, or a number of thousands of digits
         raise ConfigError([f"{name}: is not TOML: {error}"]) from error
+    if _depth_is_over(data, MAX_DEPTH):
+        raise ConfigError(
+            [f"{name}: is nested too deeply: more than {MAX_DEPTH} tables and lists in each other"]
+        )
     problems: list[Problem] = []
     try:
         config = Config.model_validate(data)
@@ -325,3 +331,12 @@ def parse(text: str, name: str = "configuration") -> Config:
     if problems:
         raise ConfigError([f"{name}: {problem.line}" for problem in problems])
     return config
+
+
+def _depth_is_over(data: dict[str, Any], bound: int) -> bool:
+    """Whether tables and lists are nested more deeply, however much more: what comes later calls itself."""
+    level: list[Any] = [data]
+    for _ in range(bound):
+        tables = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for table in tables for value in table if isinstance(value, (dict, list))]
+    return bool(level)

@@ -121,7 +121,7 @@ class Caller:
             if answer.status >= http.client.BAD_REQUEST:
                 raise CallRefusedError(_told(answer))
             yield answer
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             message = f"no coordinator answers at {self.url}: {_why(error)}"
             raise NoAnswerError(message) from error
         finally:
@@ -134,15 +134,17 @@ def _told(answer: http.client.HTTPResponse) -> str:
     try:
         told = json.loads(text)
         return printable_lines(str(told["error"]) if "error" in told else "; ".join(told["reasons"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return printable_lines(f"{answer.status} {answer.reason}: {text[:200]!r}")
 
 
-def _why(error: OSError | http.client.HTTPException) -> str:
+def _why(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there; is it running, and is this its http.address?"
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     if isinstance(error, http.client.HTTPException):
         return f"what is there does not speak HTTP, or broke off ({type(error).__name__})"
-    return error.strerror or str(error)
+    if isinstance(error, (ValueError, RecursionError)):
+        return f"what is there answers with something else ({type(error).__name__})"
+    return getattr(error, "strerror", None) or str(error)

@@ -122,5 +122,5 @@ def decode_settings(line: bytes) -> WorkerSettings:
     """
     try:
         return msgspec.json.decode(line, type=WorkerSettings)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"worker settings: {error}"]) from error

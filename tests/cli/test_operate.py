@@ -6,7 +6,9 @@ import io
 import json
 import re
 import sys
+import threading
 from contextlib import redirect_stderr, redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -184,6 +186,39 @@ def test_where_no_coordinator_answers_it_says_so(arguments: tuple[str, ...]) -> 
         "kv-coordinator: no coordinator answers at http://127.0.0.1:9: nobody listens there; "
         "is it running, and is this its http.address?\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "body"),
+    [(("status",), b"hello"), (("status",), b"\xff"), (("drain",), b"[" * 100_000), (("logs",), b"\xff\n")],
+    ids=["text", "bytes", "nested", "line"],
+)
+def test_what_answers_with_something_else_is_no_coordinator(arguments: tuple[str, ...], body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        """Answers everything in its own way."""
+
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            done = command(*arguments, "--url", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "what is there answers with something else" in done.stderr
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:

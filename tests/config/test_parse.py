@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -254,7 +255,12 @@ def test_text_that_is_no_toml_is_refused_with_the_place() -> None:
         ('[http]\ntoken_file = "/\\u0000"', 'http.token_file: is "/\\u0000", must be the path of a file'),
         ('[listen]\ncontrol = ["ipc:///x\\u0000y"]', "listen.control[0]: is "),
         (f"a = {'[' * 3000}", "is nested too deeply"),
-        (f"a{'.a' * 3000} = 1", "a: unknown key"),
+        (f"a{'.a' * 3000} = 1", "is nested too deeply"),
+        (f"[backend.options.loopback]\na{'.a' * 300} = 1", "is nested too deeply: more than 32 tables"),
+        (
+            f"[backend.options.loopback]\na = {'[' * 29}{']' * 29}",
+            "is nested too deeply: more than 32 tables",
+        ),
         (f"[limits]\nmax_groups = {'1' * 5000}", "is not TOML: Exceeds the limit"),
         (f"[limits]\nmax_groups = 0x{'f' * 5000}", "limits.max_groups: is 0xfff"),
         (f"[handoff]\ndeadline_s = 0x{'f' * 5000}", "handoff.deadline_s: is 0xfff"),
@@ -263,6 +269,15 @@ def test_text_that_is_no_toml_is_refused_with_the_place() -> None:
 )
 def test_no_text_raises_anything_else_than_that_it_cannot_be_used(text: str, starts: str) -> None:
     assert problem(text).startswith(starts)
+
+
+def test_a_backend_may_nest_its_settings_as_deeply_as_that() -> None:
+    """Whatever is accepted can also be compared, written out and sent to a worker."""
+    text = f"[backend.options.loopback]\na = {'[' * 28}{']' * 28}"
+    config = parse(text)
+    assert config == parse(text)
+    options = config.model_dump(mode="json")["backend"]["options"]
+    assert msgspec.json.decode(msgspec.json.encode(options)) == options
 
 
 def test_a_key_in_quotes_is_not_the_one_that_its_dots_would_name() -> None:

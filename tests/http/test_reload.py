@@ -163,8 +163,13 @@ async def test_a_file_with_mistakes_is_refused_with_all_of_them(file: Path) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ['"handoff.deadline_s" = 100', f"a = {'[' * 3000}", '[http]\ntoken_file = "/\\u0000"'],
-    ids=["dotted", "nested", "null"],
+    [
+        '"handoff.deadline_s" = 100',
+        f"a = {'[' * 3000}",
+        f"[backend.options.nixl]\na{'.a' * 3000} = 1",
+        '[http]\ntoken_file = "/\\u0000"',
+    ],
+    ids=["dotted", "nested", "tables", "null"],
 )
 async def test_whatever_is_in_the_file_is_refused_as_a_mistake(file: Path, text: str) -> None:
     async with served(path=file) as it:
