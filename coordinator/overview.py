@@ -96,15 +96,15 @@ class Overview:
             State.MOVING.value: rooms.moving,
         }
 
-    def oldest_s(self) -> float | None:
-        """Age of the oldest handoff without a verdict."""
+    def oldest_s(self, now_s: float) -> float | None:
+        """Age of the oldest handoff without a verdict. What is shown together is of one ``now_s``."""
         oldest = next(iter(self.rooms.active.values()), None)
-        return None if oldest is None else self.now_s() - oldest.opened_at_s
+        return None if oldest is None else now_s - oldest.opened_at_s
 
-    def oldest_past_prefill_s(self) -> float | None:
+    def oldest_past_prefill_s(self, now_s: float) -> float | None:
         """How long the one has waited that waits longest since prefill-complete."""
         oldest = next(iter(self.rooms.past_prefill), None)
-        return None if oldest is None else self.now_s() - oldest.complete_at_s
+        return None if oldest is None else now_s - oldest.complete_at_s
 
     def quarantine_budget(self) -> int:
         """How many bytes may be held by what is not quiet."""

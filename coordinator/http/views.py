@@ -80,6 +80,7 @@ class Views:
         overview = self.overview
         counters = overview.counters
         reasons = overview.troubles()
+        now_s = overview.now_s()
         return answers.Status(
             name=overview.config.service.name,
             version=overview.version,
@@ -90,8 +91,8 @@ class Views:
             reasons=reasons,
             draining=overview.rooms.draining,
             in_flight=overview.in_flight(),
-            oldest_s=_rounded(overview.oldest_s()),
-            oldest_after_prefill_s=_rounded(overview.oldest_past_prefill_s()),
+            oldest_s=_rounded(overview.oldest_s(now_s)),
+            oldest_after_prefill_s=_rounded(overview.oldest_past_prefill_s(now_s)),
             unreleased=len(overview.rooms.unreleased),
             opened=counters.opened,
             succeeded=counters.succeeded,

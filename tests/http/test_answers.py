@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from coordinator.http.routes import SECRET, TABLE
 from coordinator.messages import Offer, Role
+from coordinator.overview import Overview
 from tests.http.schema import mistakes
 from tests.http.served import in_every_state, served
 from tests.service.peers import LAYOUT, pages
@@ -71,6 +73,19 @@ async def test_a_glance_counts_every_handoff_once() -> None:
             ("d", True, 2),
         ]
         assert 0 <= status["oldest_after_prefill_s"] <= status["oldest_s"] < 20
+
+
+async def test_a_glance_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that has waited since it was opened the clock tells no more than of its age."""
+    async with served() as it:
+        (rank,) = await it.stage.group(Role.PREFILL, "p", 1)
+        rank.send_pages(1, 1)
+        await eventually_async(lambda: it.stage.service.rooms.past_prefill)
+        since_s = it.stage.service.overview.now_s()
+        ticks = itertools.count()
+        monkeypatch.setattr(Overview, "now_s", staticmethod(lambda: since_s + next(ticks)))
+        status = await it.get("/v1/status")
+        assert 0 <= status["oldest_after_prefill_s"] <= status["oldest_s"]
 
 
 async def test_a_stuck_request_says_whom_it_waits_for() -> None:
