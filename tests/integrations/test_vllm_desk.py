@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from coordinator.messages import Event
     from tests.support.processes import Program, Programs
 
 CONFIG = """
@@ -148,6 +149,36 @@ def test_a_room_is_used_again_at_once(engines: Engines) -> None:
 
     eventually(seen, 10.0)
     assert engines.prefill.failed == engines.decode.failed == []
+
+
+def test_a_release_that_comes_while_the_room_before_is_used_again_is_not_lost(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request's word is said in the middle of what was drained: what comes then is behind it."""
+    client, desk = engines.clients[1], engines.decode.desk
+    drain = client.drain
+    come: list[Event] = []
+    pieces: list[list[Event]] = []
+
+    def drained() -> list[Event]:
+        come.extend(drain())
+        return come
+
+    monkeypatch.setattr(client, "drain", lambda **_: pieces.pop(0) if pieces else [])
+    engines.offer("d1")
+    engines.abort(engines.decode, "d1")
+    eventually(lambda: len(drained()) == 2, 10.0)
+    engines.offer("d2", ROOM + 1)
+    engines.abort(engines.decode, "d2", ROOM + 1)
+    eventually(lambda: len(drained()) == 4, 10.0)
+    engines.offer("d3")
+    verdict, *middle, release = come
+    assert (verdict.room, release.room) == (ROOM, ROOM + 1)
+    pieces += [[verdict], middle, [release]]
+    for _ in range(3):
+        engines.decode.look()
+    assert sorted(engines.decode.quiet) == ["d1", "d2"]
+    assert {use.request for use in desk._uses.values()} == {"d3"}
 
 
 def test_decode_never_comes(engines: Engines) -> None:

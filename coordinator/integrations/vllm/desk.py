@@ -129,6 +129,10 @@ class Desk:
         """Do what the scheduler's half wants."""
         # What has arrived since belongs to a room's former use.
         self._look()
+        self._do(order)
+
+    def _do(self, order: Order) -> None:
+        """Say it, or keep it until the room's former use is over."""
         use = self._uses.get(order.room)
         if use is not None and use.request != order.request:
             if use.owed:
@@ -254,5 +258,6 @@ class Desk:
         del self._uses[room]
         if use.pages is not None:
             self._results.quiet.add(use.request)
+        # Without a look: events that came before what it finds may still have to be applied.
         for order in use.later:
-            self.take(order)
+            self._do(order)
