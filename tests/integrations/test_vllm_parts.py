@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
+from aiohttp import web
 
 from coordinator.errors import ConfigError, PoolError
 from coordinator.integrations.vllm.geometry import Cache, pool_of
-from coordinator.integrations.vllm.proxy import for_decode, for_prefill
+from coordinator.integrations.vllm.proxy import application, for_decode, for_prefill
 from coordinator.integrations.vllm.rooms import room_of
 from coordinator.integrations.vllm.settings import ConnectorSettings
 
@@ -98,6 +101,13 @@ def test_a_number_is_its_own_room_and_a_text_has_always_the_same() -> None:
     assert all(0 < room_of(text) < 2**64 for text in ("0", "", "-1", str(2**64), "²"))
 
 
+@pytest.mark.parametrize("transfer_id", ["1" * 5000, "\ud800"])
+def test_whatever_a_client_names_its_transfer_it_has_a_room(transfer_id: str) -> None:
+    """An exception here would end the engine for all others."""
+    assert 0 < room_of(transfer_id) < 2**64
+    assert room_of("0" * 5000 + "17") == 17
+
+
 def test_all_mistakes_in_the_settings_are_told() -> None:
     with pytest.raises(ConfigError) as caught:
         ConnectorSettings.read(
@@ -136,3 +146,56 @@ def test_the_proxy_asks_prefill_for_one_token_and_hands_its_answer_to_decode() -
     given = {"do_remote_prefill": True, "transfer_id": "t-1"}
     assert for_decode(body, {"kv_transfer_params": given}) == body | {"kv_transfer_params": given}
     assert for_decode(body, {}) == body
+
+
+async def served(answer: bytes) -> asyncio.Server:
+    """Serve as an engine that gives this answer to each request, and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+def port_of(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+async def through_proxy(body: bytes, decode: bytes) -> bytes:
+    """All that a client hears of a proxy whose decode engine answers so."""
+    heads = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    async with await served(heads) as prefill, await served(decode) as decoding:
+        urls = [[f"http://127.0.0.1:{port_of(server)}"] for server in (prefill, decoding)]
+        runner = web.AppRunner(application(*urls))
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            reader, writer = await asyncio.open_connection(*runner.addresses[0])
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+            try:
+                return await reader.read(-1)
+            except ConnectionResetError:
+                return b"(broken off)"
+            finally:
+                writer.close()
+        finally:
+            await runner.cleanup()
+
+
+async def test_an_answer_that_decode_breaks_off_is_broken_off_by_the_proxy() -> None:
+    """Another answer in the middle of it would be read as a part of it."""
+    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    heard = await through_proxy(b"{}", begun)
+    assert heard.count(b"HTTP/1.1") <= 1
+    assert not heard.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
+async def test_a_body_that_is_no_json_object_is_the_clients_fault(body: bytes) -> None:
+    assert (await through_proxy(body, b"")).startswith(b"HTTP/1.1 400 ")

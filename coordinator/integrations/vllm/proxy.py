@@ -55,26 +55,43 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Serve one request: first prefill, then decode."""
-        body = await request.json()
-        transfer_id = uuid.uuid4().hex
         try:
-            prefill = next(self._prefill) + request.path
-            async with self._session.post(prefill, json=for_prefill(body, transfer_id)) as answer:
-                if answer.status != web.HTTPOk.status_code:
-                    return web.Response(status=answer.status, body=await answer.read())
-                given = await answer.json()
-            decode = next(self._decode) + request.path
-            async with self._session.post(decode, json=for_decode(body, given)) as answer:
-                response = web.StreamResponse(status=answer.status)
-                response.content_type = answer.content_type
-                response.headers["X-Transfer-Id"] = transfer_id
-                await response.prepare(request)
-                async for piece in answer.content.iter_chunked(_PIECE_BYTES):
-                    await response.write(piece)
-                await response.write_eof()
-                return response
+            body = await request.json()
+        except (ValueError, LookupError) as error:
+            return web.json_response({"error": f"the body is no JSON: {error}"}, status=400)
+        if not isinstance(body, dict):
+            return web.json_response({"error": "the body is no JSON object"}, status=400)
+        response = web.StreamResponse()
+        try:
+            return await self._serve(request, body, response)
         except ClientError as error:
-            return web.json_response({"error": f"an engine does not answer: {error}"}, status=502)
+            if not response.prepared:
+                return web.json_response({"error": f"an engine does not answer: {error}"}, status=502)
+        # The client has heard a part of an answer, and must not take it for all.
+        if request.transport is not None:
+            request.transport.close()
+        return response
+
+    async def _serve(
+        self, request: web.Request, body: dict[str, Any], response: web.StreamResponse
+    ) -> web.StreamResponse:
+        """Have both engines answer; what decode says is passed on as it comes."""
+        transfer_id = uuid.uuid4().hex
+        prefill = next(self._prefill) + request.path
+        async with self._session.post(prefill, json=for_prefill(body, transfer_id)) as answer:
+            if answer.status != web.HTTPOk.status_code:
+                return web.Response(status=answer.status, body=await answer.read())
+            given = await answer.json()
+        decode = next(self._decode) + request.path
+        async with self._session.post(decode, json=for_decode(body, given)) as answer:
+            response.set_status(answer.status)
+            response.content_type = answer.content_type
+            response.headers["X-Transfer-Id"] = transfer_id
+            await response.prepare(request)
+            async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+                await response.write(piece)
+            await response.write_eof()
+        return response
 
 
 def application(prefill: list[str], decode: list[str]) -> web.Application:
