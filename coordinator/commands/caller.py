@@ -49,19 +49,15 @@ class Caller:
         """Call the coordinator at ``url``, such as ``http://127.0.0.1:7780``.
 
         Raises:
-            ConfigError: it is no such URL.
+            ConfigError: it is no such URL, or no such token can be.
 
         """
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            problem = f"{url!r} is no URL of a coordinator, which looks like http://127.0.0.1:7780"
+        self._host, self._port = _place(url)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{self._port}"
+        if not (token.isascii() and token.isprintable()):
+            problem = "the token has characters that cannot be sent; it is one line of printable ASCII"
             raise ConfigError([problem])
-        self.url = f"http://{parts.netloc}"
-        self._host, self._port = parts.hostname, port
         self._token = token
 
     def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401 - whatever JSON says
@@ -126,6 +122,25 @@ class Caller:
             raise NoAnswerError(message) from error
         finally:
             connection.close()
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Return host and port of a URL.
+
+    Raises:
+        ConfigError: it is none of a coordinator.
+
+    """
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        host, port = parts.hostname or "", parts.port or 80
+        # What sockets do with a name; one that is too long is refused there by an error of another kind.
+        if parts.scheme == "http" and host.encode("idna"):
+            return host, port
+    except ValueError:
+        pass
+    problem = f"{url!r} is no URL of a coordinator, which looks like http://127.0.0.1:7780"
+    raise ConfigError([problem])
 
 
 def _told(answer: http.client.HTTPResponse) -> str:

@@ -190,8 +190,14 @@ def test_where_no_coordinator_answers_it_says_so(arguments: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "body"),
-    [(("status",), b"hello"), (("status",), b"\xff"), (("drain",), b"[" * 100_000), (("logs",), b"\xff\n")],
-    ids=["text", "bytes", "nested", "line"],
+    [
+        (("status",), b"hello"),
+        (("show", "1"), b""),
+        (("status",), b"\xff"),
+        (("drain",), b"[" * 100_000),
+        (("logs",), b"\xff\n"),
+    ],
+    ids=["text", "nothing", "bytes", "nested", "line"],
 )
 def test_what_answers_with_something_else_is_no_coordinator(arguments: tuple[str, ...], body: bytes) -> None:
     class Other(BaseHTTPRequestHandler):
@@ -233,6 +239,21 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     done = command("status", "--token-file", "/nowhere")
     assert done.returncode == 2
     assert "the token's file /nowhere cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a..b:1", f"http://{'a' * 70}:1", "http://\u2100:1"])
+def test_a_url_that_can_be_none_is_refused_in_a_sentence(url: str) -> None:
+    done = command("status", "--url", url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"{url!r} is no URL of a coordinator, which looks like http://127.0.0.1:7780\n")
+
+
+def test_a_token_that_cannot_be_sent_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("one\ntwo\n")
+    done = command("status", "--url", "http://127.0.0.1:9", "--token-file", str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the token has characters that cannot be sent" in done.stderr
 
 
 def test_the_address_and_the_token_come_from_the_configuration(
