@@ -35,7 +35,8 @@ class PlaybackOptions:
 
     Attributes:
         decode_tp: ranks of a decode engine.
-        settle_s: without any handoff that ends, and any that begins, for so long, the run has failed.
+        settle_s: without any handoff that ends, and any that begins, for so long and for as long as the
+            longest prompt takes, the run has failed.
 
     """
 
@@ -64,6 +65,8 @@ class Playback:
         self._prompts = deque(prompts)
         self._faults = Faults(cluster, router, faults, tell)
         self._options = options
+        # An engine that generates a long answer does not stand still.
+        self._patience_s = options.settle_s + max(map(pace.takes_s, prompts), default=0.0)
         self._tick = tick
         self._waiting: deque[Prompt] = deque()
         self._begun_at_s: dict[int, float] = {}
@@ -141,7 +144,7 @@ class Playback:
             self._moved_s = time.monotonic()
         self._seen = len(book.settled)
         waited_s = time.monotonic() - self._moved_s
-        if waited_s > self._options.settle_s and (book.open or self._waiting):
+        if waited_s > self._patience_s and (book.open or self._waiting):
             message = (
                 f"nothing has ended or begun for {waited_s:.0f} s, with {len(book.open)} handoffs open and "
                 f"{len(self._waiting)} prompts waiting; the coordinator's last lines:\n"

@@ -48,6 +48,17 @@ class Pace:
         """How many pages so many tokens take."""
         return -(-tokens // self.page_tokens)
 
+    @property
+    def chunk_pages(self) -> int:
+        """How many pages prefill computes in one piece, of a prompt that has as many."""
+        return max(1, _CHUNK_TOKENS // self.page_tokens)
+
+    def takes_s(self, prompt: Prompt) -> float:
+        """How long prefill and decode are busy with a prompt at least, on the clock; prefix or not."""
+        chunks = -(-self.pages(prompt.input_tokens) // self.chunk_pages)
+        steps = chunks * self.steps(_CHUNK_S) + self.steps(prompt.output_tokens * _TOKEN_S)
+        return steps * self.step_s
+
 
 class Cache:
     """Which blocks of prompts a decode engine still has, by what it has received; the least used go first."""
@@ -128,7 +139,7 @@ class Router:
         return Request(
             self._room,
             pages,
-            chunk_pages=min(pages, max(1, _CHUNK_TOKENS // pace.page_tokens)),
+            chunk_pages=min(pages, pace.chunk_pages),
             chunk_steps=pace.steps(_CHUNK_S),
             # A page that is shared only in part travels.
             prefix_pages=prefix_tokens // pace.page_tokens,

@@ -11,7 +11,7 @@ bounds that it meets are, too.
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_Moment = Annotated[float, msgspec.Meta(ge=0)]
+#: A year; what is to happen never, or later than anybody waits, would hold the run up.
+_LATEST_S: Final = 366 * 86_400
+_Moment = Annotated[float, msgspec.Meta(ge=0, le=_LATEST_S)]
 
 
 class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,7 +80,7 @@ def read(path: Path, world_sizes: Mapping[str, int]) -> list[Fault]:
     except OSError as error:
         message = f"{path}: cannot be read: {error.strerror}"
         raise ReplayError(message) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         message = f"{path}: {error}"
         raise ReplayError(message) from error
     faults: list[Fault] = [*script.restart, *script.stop, *script.abort]

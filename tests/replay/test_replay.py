@@ -15,6 +15,8 @@ from coordinator.replay.command import ReplayOptions, run
 from coordinator.sim.engine import Sabotage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.processes import Programs
 
 SMALL = Path(__file__).parents[2] / "configs" / "replay" / "small.jsonl"
@@ -80,6 +82,16 @@ def test_decode_is_restarted_a_rank_stands_still_and_clients_go_away(
     ):
         assert text in output
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_may_be_longer_than_anything_is_waited_for(
+    tmp_path: Path, write: Callable[[list[dict[str, Any]]], Path]
+) -> None:
+    trace = write([{"timestamp": 0, "input_length": 512, "output_length": 160}])
+    options = replace(OPTIONS, trace_path=trace, speed=1.0, prefill_tp=1, decode_groups=1, settle_s=2.0)
+    code, result = replay(tmp_path, options)
+    assert (code, result["succeeded"]) == (0, 1)
+    assert result["seconds"] > 4
 
 
 def test_a_corrupt_page_and_a_missing_release_are_found(

@@ -43,6 +43,9 @@ def test_the_script_of_the_project_restarts_decode_three_times() -> None:
         ),
         ('[[restart]]\nat_s = 1\ngroup = "decode-0"\nfor_s = 1', "unknown field `for_s`"),
         ("[[reboot]]\nat_s = 1", "unknown field `reboot`"),
+        ('[[restart]]\nat_s = inf\ngroup = "decode-0"', "Expected `float` <= "),
+        ("a = " + "[" * 5000, "maximum recursion depth exceeded"),
+        ("a = " + "1" * 5000, "Exceeds the limit"),
         ("[[restart]", "Expected ']]'"),
     ],
 )
