@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.errors import PoolError
 from coordinator.messages import ConnectFailed, ConnectPeer, Fenced, FencePeer, Move, MoveFailed, Revoke
-from coordinator.worker.lane import CONNECT, Lane
+from coordinator.worker.lane import Lane
+from coordinator.worker.mover import CONNECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -20,7 +20,7 @@ from coordinator.messages import (
     Progress,
     Revoke,
 )
-from coordinator.worker import lane as lane_module
+from coordinator.worker import mover as mover_module
 from coordinator.worker.settings import Budget
 from tests.worker.hand import MOST_MOVING, HandBackend, HandLink, HandTransfer
 from tests.worker.support import (
@@ -531,7 +531,7 @@ def test_progress_names_what_got_on_and_what_waits_but_not_what_stands_still(
     receiver: Receiver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lane_module, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(mover_module, "PROGRESS_S", 0.0)
     bench = Bench(make_sender(backend=backend, budget=TWO_BLOCKS), backend, receiver)
     bench.move(1, pages=1)
     bench.move(2, pages=1)
@@ -555,7 +555,7 @@ def test_a_move_of_which_a_part_has_arrived_got_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A single post of a slow engine may take longer than a handoff may stand still."""
-    monkeypatch.setattr(lane_module, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(mover_module, "PROGRESS_S", 0.0)
     bench = Bench(make_sender(backend=backend, budget=TWO_BLOCKS), backend, receiver)
     bench.move(1, pages=1)
     bench.move(2, pages=1)
@@ -571,7 +571,7 @@ def test_a_transfer_that_gets_on_is_asked_as_often_as_at_its_begin(
 ) -> None:
     """An engine may need every poll to go on, as that of Mooncake does, which gets few pieces at a time."""
     # It comes to rest soon.
-    monkeypatch.setattr(lane_module, "SLEEP_SHARE", 0.02)
+    monkeypatch.setattr(mover_module, "SLEEP_SHARE", 0.02)
     bench.move(1, pages=1)
     (write,) = bench.link.wait_for_writes(1)
     assert eventually(lambda: _rests(write))
@@ -619,7 +619,7 @@ def test_progress_is_told_now_and_then_only(bench: Bench) -> None:
     took_s = time.monotonic() - started_s
 
     told = [report for report in bench.sender.reports.all if isinstance(report, Progress)]
-    assert 1 <= len(told) <= 1 + took_s / lane_module.PROGRESS_S
+    assert 1 <= len(told) <= 1 + took_s / mover_module.PROGRESS_S
 
 
 def test_a_transfer_that_stands_still_is_asked_ever_more_rarely(bench: Bench) -> None:
