@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from coordinator import garbage, heap, heart, logs
+from coordinator import garbage, heap, heart, logs, open_files
 from coordinator.actions import Actions
 from coordinator.errors import ConfigError
 from coordinator.logs import get_logger
@@ -110,6 +110,7 @@ def run(config: Config, path: Path | None = None) -> int:
 
     """
     heap.settle()
+    open_files.allow()
     log = config.log
     file = None if log.file is None else logs.LogFile(log.file, log.file_bytes, log.file_count)
     logs.configure(log.level, log.format, file=file)
