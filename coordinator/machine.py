@@ -64,8 +64,6 @@ from coordinator.table import TABLE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: How many transitions a handoff remembers of its own story.
-STORY_LENGTH: Final = 16
 _SIDES: Final = tuple(Role)
 _RELEASES: Final = {side: Release(side) for side in Role}
 _OF_A_RANK: Final = (Opened, Sent, Offered, Extended)
@@ -284,9 +282,8 @@ class HandoffMachine:
             cause = f"{cause} by rank {event.rank}"
         if self.failure is not None:
             cause = f"{cause} {self.failure.reason}: {self.failure.message}"
+        # A handoff is never twice in one state, so this is short.
         self.story.append(Step(now_s, self.state, cause))
-        if len(self.story) > STORY_LENGTH:
-            del self.story[1]
 
     def _advance(self, effects: list[Effect], legs: tuple[Leg, ...]) -> list[Effect]:
         """Start what can start on ``legs``; then see whether the whole handoff is complete."""
