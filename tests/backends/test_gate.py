@@ -14,6 +14,7 @@ from backends.gate import GATES_FROM, Gate, Passage
 from backends.memory import open_shared
 from tests.backends.memory import SharedMemory
 from tests.backends.rigs import ROOT
+from tests.support.descriptors import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +55,31 @@ def test_writers_go_in_while_the_gate_is_open(path: str) -> None:
     assert gate.is_empty()
     assert not one.enter()
     one.close()
+
+
+def test_what_is_closed_lets_nobody_in_and_keeps_no_file_open(path: str) -> None:
+    before = open_files()
+    gate = gate_on(path)
+    insider, late = passage(gate, path), passage(gate, path)
+    assert insider.enter()
+    for _ in range(2):
+        insider.close()
+        assert not insider.is_open()
+        assert not insider.enter()
+    gate.close()
+    gate.close()
+    assert not late.is_open(), "its owner has gone"
+    assert not late.enter()
+    late.close()
+    assert open_files() == before
+
+
+def test_a_gate_that_is_found_empty_keeps_no_file_open(path: str) -> None:
+    before = open_files()
+    gate = gate_on(path)
+    gate.shut()
+    assert gate.is_empty()
+    assert open_files() == before
 
 
 def test_a_forked_child_neither_leaves_for_its_parent_nor_stays_inside(path: str) -> None:
