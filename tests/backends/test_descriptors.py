@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,50 @@ def test_blocks_and_their_runs_are_the_same(pairs: list[tuple[int, int]]) -> Non
     assert not any((a[0] + a[2], a[1] + a[2]) == b[:2] for a, b in pairwise(runs)), (
         "they are as few as can be"
     )
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("bad", [-(2**31), -1, 100, 2**31 - 1])
+def test_a_block_that_is_beyond_the_grid_is_refused_on_either_side(bad: int, runs: bool) -> None:  # noqa: FBT001
+    grid = Grid(0, 0, 10, 10, 100)
+    lengths = int32([1, 1]) if runs else None
+    good, wrong = int32([0, 99]), int32([0, bad])
+    assert accepted(Part(grid, good, grid, good, lengths)) == 20
+    for side, (ours, theirs) in {"source": (wrong, good), "destination": (good, wrong)}.items():
+        with pytest.raises(InvalidTransferError, match=f"{side} blocks reach from"):
+            check_parts([Part(grid, ours, grid, theirs, lengths)], [REGION_BYTES], [REGION_BYTES])
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [0],
+        np.array([0], np.int64),
+        np.array([0], np.uint32),
+        np.array([0], np.float32),
+        np.array([0], ">i4"),
+        np.array([[0]], np.int32),
+        np.array(0, np.int32),
+    ],
+)
+def test_numbers_that_an_engine_would_misread_are_refused_wherever_they_stand(blocks: object) -> None:
+    grid, good = Grid(0, 0, 10, 10, 100), int32([1])
+    for what in ("source_blocks", "destination_blocks", "lengths"):
+        arrays: dict[str, Any] = {"source_blocks": good, "destination_blocks": good, "lengths": good}
+        arrays[what] = blocks
+        with pytest.raises(InvalidTransferError, match=what.replace("_", " ") + " must be .* int32"):
+            check_parts([Part(source=grid, destination=grid, **arrays)], [REGION_BYTES], [REGION_BYTES])
+
+
+@pytest.mark.parametrize("field", ["region", "offset_bytes", "block_bytes", "stride_bytes", "count"])
+@pytest.mark.parametrize("kind", [np.int64, np.int32, float, bool])
+def test_a_grid_is_made_of_plain_ints(field: str, kind: type) -> None:
+    """Others overflow silently in a product, and do so differently in each engine."""
+    grid = Grid(0, 0, 1, 1, 1)
+    spoiled = replace(grid, **{field: kind(getattr(grid, field))})
+    for source, destination in ((spoiled, grid), (grid, spoiled)):
+        with pytest.raises(InvalidTransferError, match="a field that is not an int"):
+            check_parts([Part(source, int32([0]), destination, int32([0]))], [REGION_BYTES], [REGION_BYTES])
 
 
 def test_the_message_names_part_side_and_values() -> None:
