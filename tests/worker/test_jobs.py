@@ -91,6 +91,7 @@ def test_jobs_keep_their_turns_whatever_is_revoked_among_them(queue: JobQueue) -
     queue.again(first)
     assert queue.revoke(range(1, 40)) == list(range(1, 40))
     assert [job.move.move for job in (queue.next(1), queue.next(1)) if job] == [40, 41]
+    assert queue._dropped == 0, "what was passed over is not looked for again"
     assert queue.revoke(range(42, 98)) == list(range(42, 98))
     queue.add(a_move(100))
 

@@ -377,6 +377,9 @@ def test_connecting_again_to_the_same_endpoint_changes_nothing(bench: Bench) -> 
     write.end()
 
     bench.sender.reports.wait(MoveDone)
+    bench.move(2, pages=1)
+    bench.link.wait_for_writes(2)[1].end()
+    bench.sender.reports.wait(MoveDone, count=2)
     assert len(bench.backend.links) == 1
 
 
@@ -566,6 +569,16 @@ def test_a_move_of_which_a_part_has_arrived_got_on(
     assert bench.sender.reports.wait(Progress)[0].moves == [2]
 
 
+def test_no_progress_is_told_when_nothing_is_left_that_got_on(bench: Bench) -> None:
+    for number in (1, 2):
+        bench.move(number, pages=1)
+        bench.link.wait_for_writes(number)[number - 1].end()
+        bench.sender.reports.wait(MoveDone, count=number)
+    bench.sender.obey(FencePeer(bench.receiver.peer))
+    bench.sender.reports.wait(Fenced)
+    assert not [report for report in bench.sender.reports.all if isinstance(report, Progress)]
+
+
 def test_a_transfer_that_gets_on_is_asked_as_often_as_at_its_begin(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -599,6 +612,21 @@ def test_an_engine_that_is_busy_is_let_alone(bench: Bench) -> None:
     assert eventually(lambda: first.polls > asked + 400)
     first.end()
     second.end()
+    bench.sender.reports.wait(MoveDone)
+
+
+def test_an_engine_that_has_all_it_may_have_is_let_alone_though_more_waits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It comes to rest at once.
+    monkeypatch.setattr(lane_module, "SLEEP_SHARE", 10.0)
+    bench.move(1, pages=MOST_MOVING + 1)
+    writes = bench.link.wait_for_writes(MOST_MOVING)
+    assert eventually(lambda: _rests(writes[0]))
+
+    for write in writes:
+        write.end()
+    bench.link.wait_for_writes(MOST_MOVING + 1)[-1].end()
     bench.sender.reports.wait(MoveDone)
 
 
