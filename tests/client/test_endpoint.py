@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from backends import registry
-from backends.base import BackendError, BackendUnavailableError, Grid, Part, Status
+from backends.base import BackendError, BackendUnavailableError, ConnectError, Grid, Part, Status
+from backends.loopback import LoopbackBackend
 from backends.nixl import NixlBackend
 from coordinator.client import DecodeRank, Endpoint, KVPool
 from coordinator.errors import PoolError
 from tests.backends.rigs import HAS_NIXL
 from tests.client.peer import LAYOUT, Peer
+from tests.support.descriptors import open_files
 
 
 def test_what_is_written_to_the_endpoint_lands_in_the_pool() -> None:
@@ -82,6 +84,19 @@ def test_an_endpoint_that_cannot_be_closed_is_closed_by_another_call() -> None:
         assert not Path(gate.path).exists()
         assert backend.silent()
         endpoint.close()
+
+
+def test_it_is_closed_at_the_end_of_its_block() -> None:
+    with KVPool.allocate(LAYOUT, 8) as pool:
+        before = open_files()
+        with Endpoint(pool, backend="loopback") as endpoint:
+            assert open_files() > before
+        assert open_files() == before
+        sender = LoopbackBackend("sender", {})
+        sender.start(sends=True)
+        with pytest.raises(ConnectError, match="nobody holds"):
+            sender.connect("d/0", endpoint.address)
+        sender.close()
 
 
 def test_clients_that_are_gone_are_not_remembered(peer: Peer) -> None:

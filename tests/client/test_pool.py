@@ -25,6 +25,7 @@ from coordinator.messages import Role
 from coordinator.worker.memory import MappedPool
 from coordinator.worker.settings import is_pool_path, new_pool_path
 from tests.client.peer import LAYOUT
+from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -313,6 +314,21 @@ def test_without_a_janitor_there_is_no_pool(monkeypatch: pytest.MonkeyPatch, pat
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(PoolError, match=r"sys\.executable is empty"):
         Segment(4096)
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_janitor_that_never_says_that_it_is_there_is_ended(
+    monkeypatch: pytest.MonkeyPatch, paths: list[Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("coordinator.client.segment._JANITOR_START_S", 0.01)
+    before = open_files(), psutil.Process().children()
+    with pytest.raises(PoolError, match="does not start"):
+        Segment(4096)
+    assert (open_files(), psutil.Process().children()) == before
     assert not any(path.exists() for path in paths)
 
 
