@@ -280,6 +280,21 @@ def test_decode_renews_its_endpoint_and_tells_the_other_coordinators(peer: Peer,
         eventually(lambda: peer.items("d") == [Offer(1, 0, b"\3\0\0\0")], 10, "it is heard")
 
 
+def test_each_loss_renews_the_endpoint_anew(peer: Peer, stack: ExitStack) -> None:
+    """What was proven after the one says nothing of the workers of the next."""
+    shared = endpoint(stack)
+    rank = decode(stack, peer, shared)
+    for losses in (1, 2):
+        rank.offer(losses, [3])
+        eventually(lambda: peer.items("d"), 10, "it is heard")
+        peer.stop()
+        events = joined(steps_until([rank], 2))
+        assert [(event.room, type(event)) for event in events] == [(losses, Outcome), (losses, Released)]
+        assert shared.renewals == losses
+        peer.restart(8 + losses)
+        ready([rank])
+
+
 def peer_directory(stack: ExitStack) -> Path:
     return Path(stack.enter_context(TemporaryDirectory(prefix="t-")))
 

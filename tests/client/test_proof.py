@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -100,6 +101,31 @@ def test_a_worker_of_the_present_life_has_come_after_the_former_one_s_end(pool: 
 def test_a_pool_that_cannot_be_looked_at_is_not_known_to_be_quiet(pool: KVPool) -> None:
     Path(pool.path).unlink()
     assert not source_proof(pool).holds(PRESENT)
+
+
+def test_what_a_proof_holds_it_gives_back_when_it_is_closed(pool: KVPool) -> None:
+    proof = source_proof(pool)
+    before = open_files()
+    proof.welcomed()  # Nothing was ever proven.
+    for give_back in (proof.welcomed, proof.close):
+        assert proof.holds(PRESENT)
+        give_back()
+        give_back()
+        worker(pool, FORMER).close()
+        assert open_files() == before
+
+
+def test_a_worker_in_the_rank_itself_has_to_have_ended_too(pool: KVPool) -> None:
+    hosted: set[int] = {FORMER}
+    hosting = SimpleNamespace(serves_only=lambda instance: hosted <= {instance})
+    private = KVPool.wrap([torch.zeros(LAYOUT.pool_bytes(8, 1), dtype=torch.uint8)], LAYOUT)
+    for kind in (pool, private):
+        proof = SourceProof(kind, cast("Hosting", hosting))
+        assert not proof.holds(PRESENT)
+        assert proof.holds(FORMER)
+        proof.close()
+    hosted.clear()
+    assert SourceProof(private, cast("Hosting", hosting)).holds(PRESENT), "no other process can have it"
 
 
 def test_a_forked_child_does_not_keep_the_lock(pool: KVPool) -> None:
