@@ -142,6 +142,30 @@ def test_the_unit_gives_the_coordinator_time_to_end_and_a_watchdog() -> None:
     assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
+def test_the_unit_leaves_the_coordinator_where_it_writes() -> None:
+    """``ProtectSystem=strict`` makes all read-only, /tmp too, but for the directories that systemd makes."""
+    text = (CONFIGS / "systemd" / "kv-coordinator.service").read_text()
+    settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    assert settings["ProtectSystem"] == "strict"
+    runtime = f"/run/{settings['RuntimeDirectory']}"
+    # ``coordinator.private`` makes a directory for the workers' socket.
+    assert settings["Environment"] == f"TMPDIR={runtime}"
+    listen = load(CONFIGS / "local.toml").listen
+    assert {address.rpartition("/")[0] for address in (*listen.control, *listen.outcomes)} == {
+        f"ipc://{runtime}"
+    }
+    (file,) = re.findall(r'^# file = "(.+)"$', (CONFIGS / "local.toml").read_text(), re.MULTILINE)
+    assert str(Path(file).parent) == f"/var/log/{settings['LogsDirectory']}"
+    assert file in text
+
+
+def test_the_unit_never_gives_up() -> None:
+    text = (CONFIGS / "systemd" / "kv-coordinator.service").read_text()
+    settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    assert settings["Restart"] == "always"
+    assert settings["StartLimitIntervalSec"] == "0"
+
+
 @pytest.fixture
 def manifest() -> list[dict[str, Any]]:
     """The objects of the manifest."""
