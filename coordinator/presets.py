@@ -67,7 +67,7 @@ def _read(path: Path) -> Layout:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"{path}: {error}"]) from error
     try:
         told = msgspec.convert(fields, _File)

@@ -79,6 +79,14 @@ def test_what_is_no_preset_is_refused_naming_those_that_are(name: str) -> None:
         load("no.toml")
 
 
+@pytest.mark.parametrize("text", ["layers = " + "[" * 5000, "layers = " + "1" * 5000])
+def test_a_file_that_no_reader_gets_through_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "endless.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{path}: "):
+        load(str(path))
+
+
 @pytest.mark.parametrize(("stages", "cut"), [(1, ()), (2, (31, 30)), (4, (16, 15, 15, 15))])
 def test_stages_differ_by_one_layer_at_most(stages: int, cut: tuple[int, ...]) -> None:
     layout = load("DeepSeek-V3", stages)
