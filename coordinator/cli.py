@@ -97,7 +97,7 @@ def demo(
         typer.Option(metavar="LAYOUT", help="Pages of this model, by name or .toml file; else small ones."),
     ] = "",
     handoffs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="How many requests are handed over.")
+        int, typer.Option(min=3, max=1_000_000, help="How many requests are handed over.")
     ] = 200,
     hosting: Annotated[
         DemoHosting,

@@ -21,6 +21,7 @@ from coordinator.replay.router import Pace, Router
 from coordinator.sim.cluster import Cluster
 from coordinator.sim.display import Display, size_text
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.files import why_not_writable
 from coordinator.sim.interrupt import interruptible
 from coordinator.sim.options import ClusterOptions
 
@@ -139,8 +140,9 @@ def _plan(options: ReplayOptions) -> _Plan:
 
     """
     for path in (options.json_path, options.png_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            message = f"{path} cannot be written: there is no such directory"
+        problem = "" if path is None else why_not_writable(path)
+        if problem:
+            message = f"{path} cannot be written: {problem}"
             raise ReplayError(message)
     if options.png_path is not None and not plot.can_write():
         message = f"{options.png_path} cannot be written: {plot.MISSING}"

@@ -20,6 +20,7 @@ from coordinator.sim.cluster import Cluster
 from coordinator.sim.display import Display, show
 from coordinator.sim.drive import Drive, DriveOptions
 from coordinator.sim.errors import SimulationError
+from coordinator.sim.files import why_not_writable
 from coordinator.sim.interrupt import interruptible
 from coordinator.sim.options import ClusterOptions, small_layout
 
@@ -39,6 +40,8 @@ _INTERRUPTED: Final = 130
 _MOST_PAGES: Final = 512
 _FEWEST_PAGES: Final = 16
 _POOL_BYTES: Final = 64 << 20
+#: One is over before the kill, one is caught by it, and one must succeed after it.
+_FEWEST_HANDOFFS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,11 @@ def run(options: DemoOptions) -> int:
 
 def _refusal(options: DemoOptions) -> str:
     """Say in a sentence why this cannot be shown; empty when it can."""
-    if options.json_path is not None and not options.json_path.absolute().parent.is_dir():
-        return f"The result cannot be written to {options.json_path}: there is no such directory."
+    problem = "" if options.json_path is None else why_not_writable(options.json_path)
+    if problem:
+        return f"The result cannot be written to {options.json_path}: {problem}."
+    if options.handoffs < _FEWEST_HANDOFFS:
+        return f"{options.handoffs} handoffs show nothing: at least {_FEWEST_HANDOFFS} are needed."
     try:
         registry.load(options.backend)
         _layout(options)

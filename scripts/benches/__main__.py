@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import scripts.benches
+from coordinator.sim.files import why_not_writable
 from scripts.benches import Arguments, Metrics, Target
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ def main() -> int:
             unknown.append(name)
         else:
             benches[name] = bench
+    problem = "" if options.json is None else why_not_writable(options.json)
+    if problem:
+        print(f"{options.json} cannot be written: {problem}.", file=sys.stderr)
+        return UNUSABLE
     if unknown:
         print(f"There is no bench {', '.join(map(repr, unknown))}.", file=sys.stderr)
     if unknown or not benches:

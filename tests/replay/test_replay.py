@@ -118,6 +118,7 @@ def test_a_corrupt_page_and_a_missing_release_are_found(
         (replace(OPTIONS, scale_bytes=8), "a page of this layout takes 512 bytes at least; 8 are too few"),
         (replace(OPTIONS, scale_bytes=1 << 21), "would fit (--scale)"),
         (replace(OPTIONS, png_path=Path("/none/plot.png")), "there is no such directory"),
+        (replace(OPTIONS, json_path=Path("/proc")), "/proc cannot be written: it is a directory"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(

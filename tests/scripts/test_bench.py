@@ -58,6 +58,21 @@ def test_an_unknown_name_is_refused_before_anything_is_measured(
     assert measured == []
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    benches: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    measured: list[Arguments] = []
+    benches["idle"] = make(measured.append)
+    assert call(monkeypatch, "idle", "--json", str(tmp_path / "none" / "figures.json")) == 2
+    assert "there is no such directory" in capsys.readouterr().err
+    assert call(monkeypatch, "idle", "--json", str(tmp_path)) == 2
+    assert "it is a directory" in capsys.readouterr().err
+    assert measured == []
+
+
 def test_figures_are_shown_beside_their_targets_and_written(
     benches: dict[str, ModuleType],
     monkeypatch: pytest.MonkeyPatch,

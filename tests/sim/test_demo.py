@@ -204,6 +204,18 @@ def test_a_result_that_cannot_be_written_is_refused_at_once(
 ) -> None:
     assert run(DemoOptions("loopback", json_path=tmp_path / "no" / "result.json")) == 2
     assert "there is no such directory" in capsys.readouterr().out
+    assert run(DemoOptions("loopback", json_path=tmp_path)) == 2
+    assert "it is a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("killed", ["decode", "coordinator"])
+def test_too_few_handoffs_to_show_anything_are_refused(
+    killed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two, none is left for after the kill: nothing would have to succeed, or could."""
+    options = DemoOptions("loopback", handoffs=2, kill_coordinator=killed == "coordinator", settle_s=1.0)
+    assert run(options) == 2
+    assert "2 handoffs show nothing" in capsys.readouterr().out
 
 
 def test_an_interrupted_demo_cleans_up(programs: Programs, short_dir: Path) -> None:
