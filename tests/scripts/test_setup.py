@@ -27,6 +27,7 @@ case "$*" in
 *--report*)
     for word; do [ "$previous" = --report ] && printf '%s' "$PLAN" >"$word"; previous=$word; done ;;
 *--dry-run*nixl-cu12* | *--dry-run*mooncake*) exit "${NO_WHEEL:-0}" ;;
+"- "*) exit "${NO_UNPACK:-0}" ;;
 *"pip install"*) exit "${NO_PIP:-0}" ;;
 esac
 exit 0
@@ -289,6 +290,20 @@ def ci(tree: Tree, sglang_env: str, bound_s: str) -> subprocess.CompletedProcess
         timeout=30,
         env={"PATH": os.environ["PATH"], "KV_COORDINATOR_SGLANG_S": bound_s},
     )
+
+
+@pytest.mark.parametrize(("broken", "code"), [("0", 0), ("1", 2)])
+def test_sources_of_vllm_that_cannot_be_unpacked_are_no_environment(
+    tree: Tree, tmp_path: Path, broken: str, code: int
+) -> None:
+    place = tmp_path / "vllm"
+    (place / "bin").mkdir(parents=True)
+    shutil.copy(tree.directory / ".venv" / "bin" / "python", place / "bin" / "python")
+    settings = {"TMPDIR": str(tmp_path), "KV_COORDINATOR_VLLM_ENV": str(place), "NO_UNPACK": broken}
+    done = tree.script("vllm-env", **settings)
+    assert done.returncode == code, done.stderr
+    assert (place / ".installed").exists() == (code == 0)
+    assert not list(tmp_path.glob("tmp.*"))
 
 
 def test_ci_makes_the_environment_of_sglang_and_does_not_speak_of_it(tree: Tree) -> None:
