@@ -619,7 +619,7 @@ def test_an_engine_that_has_all_it_may_have_is_let_alone_though_more_waits(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It comes to rest at once.
-    monkeypatch.setattr(mover, "SLEEP_SHARE", 10.0)
+    monkeypatch.setattr(mover_module, "SLEEP_SHARE", 10.0)
     bench.move(1, pages=MOST_MOVING + 1)
     writes = bench.link.wait_for_writes(MOST_MOVING)
     assert eventually(lambda: _rests(writes[0]))
