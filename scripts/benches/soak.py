@@ -156,10 +156,16 @@ class _Watch:
 
     def _left(self) -> float:
         total = 0.0
+        unseen = set(_LEFT)
         for line in self.caller.lines("/metrics"):
             name, _, value = line.rpartition(" ")
-            if name.partition("{")[0].removeprefix("kv_coordinator_") in _LEFT:
+            metric = name.partition("{")[0].removeprefix("kv_coordinator_")
+            if metric in _LEFT:
                 total += float(value)
+                unseen.discard(metric)
+        if unseen:
+            message = f"the coordinator has no metric {', '.join(sorted(unseen))}"
+            raise SimulationError(message)
         return total
 
 

@@ -117,17 +117,19 @@ def test_a_bench_that_fails_costs_no_figure_of_another(
 
 
 def test_a_coroutine_is_measured_on_uvloop_and_gets_the_arguments(
-    benches: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    benches: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[tuple[bool, bool]] = []
 
     async def run(arguments: Arguments) -> Metrics:
         seen.append((arguments.quick, isinstance(asyncio.get_running_loop(), uvloop.Loop)))
-        return {}
+        return {"x": 2.0}
 
     benches["loop"] = make(run)
-    assert call(monkeypatch, "loop", "--quick") == 0
+    file = tmp_path / "figures.json"
+    assert call(monkeypatch, "loop", "--quick", "--json", str(file)) == 0
     assert seen == [(True, True)]
+    assert json.loads(file.read_text()) == {"loop": {"x": 2.0, "quick": 1}}
 
 
 def test_every_bench_of_the_project_can_be_loaded() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import pytest
+
 from scripts.benches import at_least
 from scripts.benches.support import figures
 from scripts.benches.support.pairs import percentile, ratio
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
 
 def test_a_ratio_is_that_of_each_pair_not_of_the_sides() -> None:
@@ -45,6 +47,25 @@ def test_only_what_is_between_the_marks_is_written_anew() -> None:
     once = figures.replaced(page, "new")
     assert once == f"before\n{figures.BEGIN}\n\nnew\n{figures.END}\nafter\n"
     assert figures.replaced(once, "new") == once
+
+
+@pytest.mark.parametrize("page", ["", figures.BEGIN, figures.END])
+def test_a_page_that_lacks_a_mark_is_left_alone(page: str) -> None:
+    with pytest.raises(ValueError, match="lacks one of the marks"):
+        figures.replaced(page, "new")
+
+
+def test_a_quick_look_is_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "figures.json", tmp_path / "page.md"
+    page.write_text("as it was")
+    file.write_text('{"drain": {"x": 1, "quick": 1}}')
+    monkeypatch.setattr(figures, "PAGE", page)
+    monkeypatch.setattr("sys.argv", ["figures", str(file), "--load", "nothing else ran"])
+    assert figures.main() == 2
+    assert "Of drain nothing but a quick look was taken" in capsys.readouterr().err
+    assert page.read_text() == "as it was"
 
 
 def test_the_page_has_the_marks() -> None:

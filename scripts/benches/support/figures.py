@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from scripts.benches.__main__ import load, said, target_of
+from scripts.benches.__main__ import UNUSABLE, load, said, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,15 +36,30 @@ def main() -> int:
     results = {
         name: metrics for file in options.files for name, metrics in json.loads(file.read_text()).items()
     }
+    quick = [name for name, metrics in results.items() if "quick" in metrics]
+    if quick:
+        print(
+            f"Of {', '.join(quick)} nothing but a quick look was taken: measure without --quick.",
+            file=sys.stderr,
+        )
+        return UNUSABLE
     PAGE.write_text(replaced(PAGE.read_text(), "\n".join(lines(results, host(options.load)))))
     print(f"{PAGE} has the figures of {', '.join(results)}.")
     return 0
 
 
 def replaced(page: str, figures: str) -> str:
-    """Put figures between the marks of a page."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    """Put figures between the marks of a page.
+
+    Raises:
+        ValueError: it lacks one.
+
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        message = f"{PAGE.name} lacks one of the marks between which the figures stand"
+        raise ValueError(message)
     return f"{before}{BEGIN}\n\n{figures}\n{END}{after}"
 
 
