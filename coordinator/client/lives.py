@@ -123,7 +123,7 @@ class Lives:
         """Whether this rank has all that ``token`` tells of."""
         if token.lost:
             # Of a rank that nobody has welcomed the events were not wanted; and none come any more.
-            done = token == self._last_loss or self.inbox.epoch == NO_EPOCH
+            done = token == self._last_loss or self.inbox.epoch == NO_EPOCH or self._is_beyond(token)
             return done or self.inbox.have >= token.head.number
         return self.inbox.reaches(token.head) and not (token.quiet and self.unproven)
 
@@ -145,6 +145,8 @@ class Lives:
             events += self._hand_over(token.head)
             if token.quiet:
                 events += self._release()
+        elif self._is_beyond(token):
+            self._last_loss = token
         elif token != self._last_loss:
             if self.inbox.have >= token.head.number:
                 events += self._hand_over(token.head)
@@ -231,6 +233,13 @@ class Lives:
     def _flag(self) -> None:
         self.flagged = self._quiet or (self._leads and self.judged)
 
+    def _is_beyond(self, token: Token) -> bool:
+        """Whether this rank was new, and has joined the others in the life that ``token`` begets already.
+
+        Then the events that the token tells of are none of that life.
+        """
+        return token.begets(self.life) and not self.conversation.used
+
     def _hand_over(self, head: Head | None) -> list[Event]:
         first = self.inbox.drained + 1
         return self._ledger.hand_over(first, self.conversation.drain(head))
@@ -238,8 +247,6 @@ class Lives:
     def _lose(self, token: Token | None, now_s: float) -> list[Event]:
         """Fail what is in flight, and begin anew."""
         self._last_loss = token
-        if token is not None and token.begets(self.life) and not self.conversation.used:
-            return []  # It was new, and has joined the others in their next life already.
         former, held = self.conversation, self._ledger.former
         failed = self._ledger.give_up(Failure(Reason.COORDINATOR_LOST, "", self._sentence))
         hello = msgspec.structs.replace(former.hello, instance=new_instance(), life=self.life + 1)

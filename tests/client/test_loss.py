@@ -278,19 +278,28 @@ def test_what_another_thread_was_about_to_say() -> None:
 # --- a rank that is new among others ---------------------------------------------------------
 
 
-def test_a_new_rank_takes_part_in_the_life_that_it_finds() -> None:
+@pytest.mark.parametrize("number", [0, 3, 100])
+def test_a_new_rank_takes_part_in_the_life_that_it_finds(number: int) -> None:
+    """However far the others had come in the one before: that has numbers of its own."""
     lives = Lives(rank().conversation.hello, "nowhere", SETTINGS, 0.0)
     lives.hear(Refused("outlived", "this is life 3", life=3), 0.0)
     hello = lives.next_message(0.1)
     assert isinstance(hello, Hello)
     assert hello.life == 3
     lives.hear(welcome(), 0.1)
-    # The others have just begun that life with this token, which it has still to drain.
-    assert lives.drain(Token(Head(4, 100), lost=True, life=2), 1.0) == []
+    publish(lives, 5, *(Outcome(room, 1) for room in range(1, 6)))
+    # The others have just begun that life with this token, which it has still to drain; perhaps twice.
+    token = Token(Head(4, number), lost=True, life=2)
+    for _ in range(2):
+        assert lives.reaches(token)
+        assert lives.drain(token, 1.0) == []
     assert lives.life == 3
     assert lives.conversation.joined
+    assert len(lives.drain(Token(Head(EPOCH, 5)), 1.0)) == 5
+    assert lives.drain(token, 1.0) == []
+    assert lives.life == 3
     # The next loss is one for it, too.
-    assert lives.drain(Token(Head(EPOCH, 0), lost=True, life=3), 1.0) == []
+    assert lives.drain(Token(Head(EPOCH, 5), lost=True, life=3), 1.0) == []
     assert lives.life == 4
 
 
@@ -312,6 +321,7 @@ def test_a_rank_that_had_its_place_waits_for_its_token() -> None:
 def test_a_rank_that_has_spoken_waits_for_its_token() -> None:
     lives = Lives(rank().conversation.hello, "nowhere", SETTINGS, 0.0)
     say(lives, 7)
+    assert lives.drain(None, 0.0) == []
     lives.hear(Refused("outlived", "this is life 1", life=1), 0.0)
     assert lives.life == 0
     assert lives.drain(Token(Head(EPOCH, 0), lost=True), 1.0) == failed((7, 1))
