@@ -132,6 +132,18 @@ def test_hellos_that_nobody_ever_answers_get_a_new_connection() -> None:
     assert talk.connections == 2
 
 
+def test_two_hellos_that_are_asked_for_are_not_said_at_once() -> None:
+    """Else a rank and a coordinator that does not know it would keep each other busy."""
+    talk = joined()
+    talk.hear(WhoAreYou(5), 1.0)
+    assert isinstance(talk.next_message(1.0), Hello)
+    talk.hear(welcome(), 1.0)
+    talk.hear(WhoAreYou(5), 1.0)
+    assert talk.due_s() == pytest.approx(1.05)
+    assert talk.next_message(1.04) is None
+    assert isinstance(talk.next_message(1.05), Hello)
+
+
 def test_a_gap_is_asked_for_once_until_it_is_answered() -> None:
     talk = joined()
     for _ in range(3):
@@ -206,6 +218,15 @@ def test_a_connection_that_takes_nothing_is_left_alone_until_it_does() -> None:
     assert submitted(talk, 10.0) == (1, [1])
 
 
+def test_who_hears_the_broadcasts_and_is_not_joined_is_not_ready() -> None:
+    """Of two connections only the one for what the rank says is down."""
+    talk = joined()
+    talk.blocked(0.5)
+    talk.hear_broadcast(Broadcast(5, 1, 0, [0], [], [Outcome(9, 1)]), 0.6)
+    assert talk.standing.state is RankState.COORDINATOR_AWAY
+    assert talk.drain(None) == [Outcome(9, 1)], "what it hears counts all the same"
+
+
 def test_a_new_coordinator_gets_what_the_old_one_did_not_confirm() -> None:
     talk = joined()
     talk.hear_broadcast(Broadcast(5, 1, 0, [0], [], [Outcome(9, 1)]), 0.0)
@@ -247,9 +268,17 @@ def test_a_rank_that_was_before_its_group_at_a_new_coordinator_begins_where_that
     assert (talk.inbox.base, talk.inbox.drained) == (3, 4)
 
 
-def test_events_that_are_not_kept_any_more_end_it() -> None:
+@pytest.mark.parametrize("past", ["said", "heard", "confirmed"])
+def test_events_that_are_not_kept_any_more_end_it(past: str) -> None:
     talk = joined()
-    say(talk, 1)
+    if past == "heard":
+        talk.hear_broadcast(Broadcast(5, 1, 1, [0], [], [Outcome(9, 1)]), 0.0)
+        assert talk.drain(None) == [Outcome(9, 1)]
+    else:
+        say(talk, 1)
+    if past == "confirmed":
+        assert submitted(talk, 0.0) == (1, [1])
+        talk.hear_broadcast(heartbeat(received=1), 0.0)
     talk.hear(welcome(first=4), 0.1)
     assert talk.standing.state is RankState.REFUSED
     assert talk.news

@@ -44,6 +44,12 @@ def test_what_is_confirmed_is_forgotten() -> None:
     assert len(outbox) == 2
 
 
+def test_nothing_is_confirmed_before_anything_was_handed_out() -> None:
+    outbox = filled(2)
+    assert outbox.confirm(1) == []
+    assert (len(outbox), outbox.confirmed) == (2, 0)
+
+
 def test_after_a_rewind_confirmations_of_the_first_try_still_count() -> None:
     outbox = filled(4)
     outbox.take(4, 1000)
