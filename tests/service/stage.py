@@ -101,6 +101,7 @@ class Stage:
 
     Attributes:
         virtual: whether time is virtual on this loop.
+        bugs: what went wrong where nobody could be told, as the loop's handler heard of it.
 
     """
 
@@ -120,9 +121,12 @@ class Stage:
         self.service = Service(self.config, self.context, hire=hire)
         self.peers: list[Peer] = []
         self.virtual = False
+        self.bugs: list[dict[str, object]] = []
 
     async def __aenter__(self) -> Self:
-        self.virtual = getattr(asyncio.get_running_loop(), "looptime_on", False)
+        loop = asyncio.get_running_loop()
+        self.virtual = getattr(loop, "looptime_on", False)
+        loop.set_exception_handler(lambda _, context: self.bugs.append(context))
         await self.service.start()
         return self
 
@@ -143,6 +147,7 @@ class Stage:
 
     def check(self) -> None:
         """Assert what holds at any moment."""
+        assert not self.bugs, "nothing has raised where nobody could be told"
         rooms, counters = self.service.rooms, self.service.counters
         for handoff in [*rooms.active.values(), *rooms.unreleased]:
             handoff.machine.validate()
@@ -172,6 +177,8 @@ class Stage:
             "stalls": list(service.transfers._stalls._seen),
             "ladders": service.releases._waiting,
             "handoffs of groups": [group.name for group in groups if group.handoffs],
+            "own pages": service.rooms.own_pages._held,
+            "rooms to remember": service.rooms.endings._held,
             "verdicts to drain": {group.name: group.ended for group in groups if group.ended},
             "events to acknowledge": [group.name for group in groups if group.live and len(group.log)],
             "commands": [c.worker.name for c in crews if c.worker.identity and c.commands._items],

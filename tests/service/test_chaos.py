@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 
@@ -24,8 +23,6 @@ BOUNDS = config(
 @virtual_time
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_whatever_happens_every_room_has_one_verdict_and_every_page_comes_back(seed: int) -> None:
-    errors: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with VirtualStage(BOUNDS) as stage:
         chaos = Chaos(stage, random.Random(seed))
         with capture("warning") as log:
@@ -35,7 +32,7 @@ async def test_whatever_happens_every_room_has_one_verdict_and_every_page_comes_
             stage.check()
             chaos.check()
         counters = stage.service.counters
-        assert not errors, f"seed {seed}: {errors}"
+        assert not stage.bugs, f"seed {seed}: {stage.bugs}"
         assert not log.of("handoff.broken"), f"seed {seed}: {log.of('handoff.broken')}"
         assert not stage.service.rooms.active
         # It is no test when all goes well, or nothing.
