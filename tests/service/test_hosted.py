@@ -165,6 +165,8 @@ async def test_each_life_dies_once() -> None:
         said_bye(worker)
         await eventually_async(lambda: hosted.hopeless)
         assert counters.worker_deaths == 1
+        assert hosted.identity is None, "it gets no more commands"
+        assert hosted.state is WorkerState.DOWN
         second = WorkerPeer(here, hosted, auto=True)
         await second.join()
         assert counters.worker_deaths == 1
@@ -190,6 +192,16 @@ async def test_a_worker_that_never_comes_is_not_waited_for() -> None:
         assert "did not introduce itself within 120 s" in verdict.failure.message
         assert here.service.counters.worker_deaths == 0
         await decode[0].release(7)
+
+
+async def test_a_worker_that_never_comes_is_not_missed_once_it_is_forgotten() -> None:
+    async with stage() as here:
+        prefill = await here.group(Role.PREFILL, "p", 1)
+        worker = worker_of(here, prefill[0])
+        await worker.stop()
+        await asyncio.sleep(2 * START_S)
+        assert worker.state is WorkerState.STOPPED
+        assert worker.trouble == ""
 
 
 async def test_a_new_process_in_the_place_proves_nothing_of_the_former_one() -> None:

@@ -17,6 +17,7 @@ from coordinator.channel import Channel
 from coordinator.groups import Group, Rank
 from coordinator.messages import (
     Commands,
+    ConnectPeer,
     Move,
     Pool,
     Reports,
@@ -174,6 +175,44 @@ async def test_a_worker_that_never_introduces_itself_is_started_anew(
         assert here.worker.lives >= 2
 
 
+async def test_a_worker_that_has_introduced_itself_is_left_alone_when_the_time_for_that_is_over(
+    ipc_address: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk(ipc_address, pool) as here:
+        await here.up(1)
+        process = here.worker._process
+        assert process is not None
+        killed: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(here.worker, "kill", killed.append)
+            here.worker._overdue(process)
+            assert not killed
+            here.worker.identity = None
+            here.worker._overdue(process)
+            assert killed == ["did not introduce itself within 120 s"]
+
+
+async def test_a_bug_in_the_supervision_is_heard_of_and_leaves_no_process(
+    ipc_address: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: str) -> WorkerSettings:
+        message = "as the test says"
+        raise ZeroDivisionError(message)
+
+    with capture() as log:
+        async with desk(ipc_address, pool) as here:
+            monkeypatch.setattr(here.worker, "_settings", broken)
+            await eventually_async(lambda: here.deaths)
+            assert here.deaths == ["its supervision failed: as the test says"]
+            assert here.worker.trouble == here.deaths[0]
+            assert here.worker.hopeless
+            assert here.state() is WorkerState.DOWN
+            process = here.worker._process
+            assert process is not None
+            assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
+    assert len(log.of("worker.unsupervised")) == 1
+
+
 async def test_a_worker_that_cannot_start_is_not_tried_again(ipc_address: str) -> None:
     missing = Pool(new_pool_path(), SIZE_BYTES, PAGES)
     with capture() as log:
@@ -198,6 +237,8 @@ async def test_nobody_introduces_himself_as_a_life_that_is_over(
         os.kill(here.pid, signal.SIGKILL)
         await eventually_async(lambda: here.deaths)
         assert here.worker.token == b""
+        assert here.state() is WorkerState.DOWN
+        assert here.worker.trouble == "killed by signal 9"
 
 
 async def test_what_waits_for_the_next_life_is_not_sent_to_anybody_before_it_is_up(
@@ -300,6 +341,32 @@ async def test_commands_of_one_turn_are_one_message_in_order(ipc_address: str, p
     commands.put(move(3))
     await asyncio.sleep(0)
     assert line.messages == [[move(1), move(2), move(3)]]
+    commands.put(move(4))
+    await asyncio.sleep(0)
+    assert line.messages[1:] == [[move(4)]]
+    here.channel.close()
+
+
+async def test_large_endpoints_are_several_messages_too(ipc_address: str, pool: Pool) -> None:
+    here = Desk(ipc_address, pool)
+    commands, line = queue(here.worker)
+    here.worker.up(b"it", lands_after_settled=True)
+    connects = [ConnectPeer(f"d/{rank}", bytes(1 << 20), LAYOUT, 16, rank, PAGES) for rank in range(9)]
+    for connect in connects:
+        commands.put(connect)
+    await asyncio.sleep(0)
+    assert [len(message) for message in line.messages] == [4, 4, 1]
+    assert [command for message in line.messages for command in message] == connects
+    here.channel.close()
+
+
+async def test_nothing_good_is_supposed_of_a_worker_that_has_not_introduced_itself(
+    ipc_address: str, pool: Pool
+) -> None:
+    here = Desk(ipc_address, pool)
+    before = here.worker.lands_after_settled
+    here.worker.up(b"it", lands_after_settled=False)
+    assert (before, here.worker.lands_after_settled) == (True, False)
     here.channel.close()
 
 
