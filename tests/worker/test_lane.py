@@ -303,6 +303,22 @@ def test_a_lost_peer_that_cannot_be_fenced_leaves_its_moves_unsettled(bench: Ben
     bench.sender.reports.wait(MoveSettled)
 
 
+def test_without_a_link_a_move_fails_at_once_however_much_still_moves(bench: Bench) -> None:
+    bench.link.fence_errors = ["engine is stuck"]
+    bench.move(1, pages=MOST_MOVING)
+    writes = bench.link.wait_for_writes(MOST_MOVING)
+    writes[0].end(PeerDisconnectedError("peer went away"), settled=False)
+    bench.sender.reports.wait(MoveFailed)
+
+    bench.move(2, pages=1)
+
+    failed = bench.sender.reports.wait(MoveFailed, count=2)[1]
+    assert (failed.move, failed.kind, failed.settled) == (2, "disconnected", True)
+    for write in writes:
+        write.end(TransferError("at last"))
+    bench.sender.reports.wait(MoveSettled)
+
+
 # --- connecting --------------------------------------------------------------------------------
 
 

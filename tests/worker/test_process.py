@@ -207,6 +207,14 @@ def test_an_idle_worker_gives_signs_of_life(start: Start) -> None:
         assert worker.receive() == Reports([])
 
 
+def test_it_says_nothing_between_two_signs_of_life_but_what_it_has_to_say(start: Start) -> None:
+    worker = start(heartbeat_s=60.0)
+    worker.hello()
+    for peer in ("d/0", "d/1"):
+        worker.command(FencePeer(peer))
+        assert worker.receive() == Reports([Fenced(peer)])
+
+
 def test_more_reports_than_fit_into_one_message_arrive_in_order(start: Start, receiver: Receiver) -> None:
     worker = start()
     worker.hello()
