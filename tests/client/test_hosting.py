@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from backends.base import BackendError
-from backends.loopback import LoopbackLink
+from backends.loopback import LoopbackBackend, LoopbackLink
 from coordinator.client import Endpoint, KVPool
 from coordinator.client.hosting import Hosting
 from coordinator.client.introduction import introduction
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from backends.base import Region
     from coordinator.messages import FromPeer, ToWorker
 
 PAGES = 8
@@ -211,6 +212,58 @@ def test_nothing_runs_before_it_is_ordered_and_nothing_after_the_end(scene: Scen
     assert scene.desk.bye().why == "it was told to end"
     scene.hosting.follow(orders(), PRESENT)
     assert threads() == []
+
+
+def test_after_the_end_nothing_begins_that_had_never_run(scene: Scene) -> None:
+    scene.hosting.stop(5)
+    scene.hosting.follow(orders(), PRESENT)
+    assert threads() == []
+    assert scene.is_quiet
+
+
+def test_an_engine_that_has_started_and_cannot_be_used_is_closed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    close = LoopbackBackend.close
+
+    def refuse(self: LoopbackBackend, _: Region) -> int:
+        message = f"{self.agent}: as the test says"
+        raise BackendError(message)
+
+    def note(self: LoopbackBackend) -> None:
+        closed.append(self.agent)
+        close(self)
+
+    monkeypatch.setattr(LoopbackBackend, "register", refuse)
+    monkeypatch.setattr(LoopbackBackend, "close", note)
+    scene.hosting.follow(orders(), PRESENT)
+    why = scene.desk.bye().why
+    assert "as the test says" in why
+    assert [agent in why for agent in closed] == [True]
+
+
+def test_a_worker_that_does_not_end_in_time_is_told(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages may still be read, and whoever stops it goes on."""
+    scene.hosting.follow(orders(), PRESENT)
+    scene.desk.hello()
+    may_end = threading.Event()
+    close = WorkerHost.close
+
+    def wait(host: WorkerHost, timeout_s: float) -> bool:
+        assert may_end.wait(10)
+        return close(host, timeout_s)
+
+    monkeypatch.setattr(WorkerHost, "close", wait)
+    scene.hosting.stop(0.01)
+    assert "the worker of p/0 has not ended within 0.01 s: its pages may still be read" in caplog.text
+    may_end.set()
+    caplog.clear()
+    scene.hosting.stop(10)
+    assert not caplog.text
+    assert scene.is_quiet
 
 
 def test_pages_of_two_regions_travel_and_the_same_orders_mean_the_same_worker(scene: Scene) -> None:
