@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import pytest
 from backends.base import (
     BackendError,
     ConnectError,
+    Grid,
     InvalidTransferError,
+    Part,
     PeerDisconnectedError,
     Region,
     Status,
@@ -28,6 +31,7 @@ from backends.base import (
 )
 from backends.loopback import LoopbackBackend
 from backends.loopback_memory import Endpoint, RemoteRegion
+from tests.backends.memory import PREFIX
 from tests.backends.rigs import ROOT, until_done, until_terminal, whole, write_control
 from tests.support.descriptors import open_files
 from tests.support.waiting import eventually
@@ -301,6 +305,27 @@ def test_a_control_file_that_breaks_meanwhile_fails_no_transfer(
     until_done(transfer)
 
 
+# --- blocks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [[0, 1, 2], [0, 5, 2], [0, 3, 1, 3], [2, 1, 0], [4]])
+def test_blocks_that_begin_and_end_as_a_run_does_are_not_taken_for_one(
+    make_pair: Callable[..., Pair], source: list[int]
+) -> None:
+    pair = make_pair()
+    grid = Grid(0, 0, 4096, 4096, SIZE // 4096)
+    ours, theirs = pair.ours.bytes.reshape(-1, 4096), pair.theirs.bytes.reshape(-1, 4096)
+    ours[:] = np.arange(1, grid.count + 1, dtype=np.uint8)[:, None]
+    for blocks in ([number + 8 for number in source], list(range(8, 8 + len(source)))):
+        theirs[:] = 0
+        expected = theirs.copy()
+        for one, other in zip(source, blocks, strict=True):
+            expected[other] = ours[one]
+        part = Part(grid, np.array(source, np.int32), grid, np.array(blocks, np.int32))
+        until_done(pair.connect().write([part]))
+        assert np.array_equal(theirs, expected)
+
+
 # --- whose memory ------------------------------------------------------------------------------
 
 
@@ -351,6 +376,40 @@ def test_an_endpoint_cannot_lie_about_sizes(make_pair: Callable[..., Pair]) -> N
     endpoint = msgspec.msgpack.encode(Endpoint("evil", (RemoteRegion(pair.theirs.path, SIZE * 2),)))
     with pytest.raises(ConnectError, match="should have"):
         pair.sender.connect("evil", endpoint)
+
+
+def test_an_endpoint_that_cannot_be_used_leaves_nothing_open(make_pair: Callable[..., Pair]) -> None:
+    """Nor does one of which a part can: it is larger than what a process can map, or has another size."""
+    pair = make_pair()
+    huge = Path(PREFIX + secrets.token_hex(16))
+    huge.touch(0o600)
+    os.truncate(huge, 1 << 50)
+    good = RemoteRegion(pair.theirs.path, SIZE)
+    before = open_files()
+    try:
+        for bad in (RemoteRegion(str(huge), 1 << 50), RemoteRegion(pair.ours.path, SIZE + 1)):
+            with pytest.raises(ConnectError, match=r"cannot be mapped|should have"):
+                pair.sender.connect("evil", msgspec.msgpack.encode(Endpoint("evil", (good, bad))))
+    finally:
+        huge.unlink()
+    assert open_files() == before
+
+
+def test_memory_that_is_refused_is_not_kept_open(make_memory: MakeMemory) -> None:
+    one, other = make_memory(SIZE), make_memory(SIZE)
+    backend = LoopbackBackend("peer", {})
+    backend.start(sends=False)
+    before = open_files()
+    with pytest.raises(InvalidTransferError, match="not a mapping of"):
+        backend.register(Region(one.region.address, SIZE, path=other.path))
+    assert open_files() == before
+    backend.close()
+
+
+def test_who_only_receives_cannot_connect(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    with pytest.raises(BackendError, match="sends=True"):
+        pair.receiver.connect("peer", pair.receiver.endpoint())
 
 
 def test_memory_that_nobody_holds_is_not_written(make_pair: Callable[..., Pair]) -> None:

@@ -133,6 +133,13 @@ def test_memory_that_cannot_be_written_is_refused() -> None:
             check_region(region, [])
 
 
+@pytest.mark.parametrize(("address", "size_bytes"), [(0, 4096), (-4096, 4096), (4096, 0), (4096, -1), (0, 0)])
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+def test_memory_of_no_bytes_or_nowhere_is_refused(address: int, size_bytes: int, memory: str) -> None:
+    with pytest.raises(InvalidTransferError, match="both must be positive"):
+        check_region(Region(address, size_bytes, memory=memory), [], ("host", "cuda"))
+
+
 def test_other_devices_do_not_overlap() -> None:
     first = Region(4096, 4096, memory="cuda", device=0)
     check_region(Region(4096, 4096, memory="cuda", device=1), [first], ("host", "cuda"))
