@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -274,3 +276,57 @@ def test_capture_collects_from_all_loggers_and_puts_the_log_back(written: Read) 
     assert captured.of("one")[0]["room"] == 1
     assert captured.of("one")[0]["group"] == "p"
     assert [line["event"] for line in written()] == ["three"]
+
+
+def test_the_log_begins_anew_without_a_trace_of_the_former_one(
+    stream: io.TextIOWrapper, tmp_path: Path
+) -> None:
+    """Neither its threads nor its lines, and who follows no more costs nothing."""
+    before = threading.active_count()
+    for _ in range(3):
+        logs.configure("warning", "json", stream, logs.LogFile(tmp_path / "file", 1 << 20, 2))
+        assert threading.active_count() == before + 2
+        assert logs.last_lines(9, lambda _: True) == []
+        logs.get_logger().warning("said")
+        assert len(logs.last_lines(9, lambda _: True)) == 1
+    logs.close()
+    assert threading.active_count() == before
+    assert logs.last_lines(9, lambda _: True) == []
+
+
+async def test_details_are_made_only_while_somebody_follows_them(stream: io.TextIOWrapper) -> None:
+    logs.configure("warning", "json", stream)
+    root = logging.getLogger()
+    follower = logs.follow("debug", lambda _: True)
+    assert root.isEnabledFor(logging.DEBUG)
+    logs.unfollow(follower)
+    assert not root.isEnabledFor(logging.INFO)
+    logs.set_level("info")
+    assert root.isEnabledFor(logging.INFO)
+
+
+@pytest.mark.parametrize("ends", ["writer", "file"])
+def test_it_is_told_when_one_of_its_threads_has_ended(
+    stream: io.TextIOWrapper, tmp_path: Path, ends: str
+) -> None:
+    logs.configure("info", "json", stream, logs.LogFile(tmp_path / "file", 1 << 20, 2))
+    assert logs.alive()
+    getattr(logs._State, ends).close(10)
+    assert not logs.alive()
+
+
+async def test_a_follower_sleeps_until_there_is_a_line_and_is_woken_by_it(stream: io.TextIOWrapper) -> None:
+    logs.configure("info", "json", stream)
+    follower = logs.follow("info", lambda line: b"wanted" in line)
+    for _ in range(2):
+        waiting = asyncio.create_task(follower.wait(3600))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        logs.get_logger().info("another")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        logs.get_logger().info("wanted")
+        await asyncio.wait_for(waiting, 10)
+        assert len(follower.take(9)[0]) == 1
+    logs.unfollow(follower)
