@@ -1,4 +1,4 @@
-"""What an operator can do to a running coordinator, each of it logged with who asked for it."""
+"""What an operator can do to a running coordinator, all of it logged."""
 
 from __future__ import annotations
 

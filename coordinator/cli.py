@@ -256,7 +256,15 @@ def _summary(config: Config) -> list[str]:
     return [
         f"listens on   {', '.join(config.listen.control)}",
         f"broadcasts   {', '.join(config.listen.outcomes)}",
-        f"backend      {config.backend.name}, hosted by the {config.backend.hosting}",
+        f"backend      {config.backend.name}, {_mover(config)}",
         f"deadline     {bounds.deadline_s:g} s after prefill; extended by decode, {bounds.hard_cap_s:g} s",
         f"security     {secured}",
     ]
+
+
+def _mover(config: Config) -> str:
+    """Say who moves the pages."""
+    from coordinator.messages import EXTERNAL
+
+    by_itself = config.backend.name == EXTERNAL
+    return "the engine moves the pages by itself" if by_itself else f"hosted by the {config.backend.hosting}"

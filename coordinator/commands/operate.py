@@ -44,7 +44,7 @@ Url = Annotated[
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", help="The coordinator's TOML file: its [http] says where it is."
+        "--config", metavar="FILE", help="The coordinator's TOML file: http.address in it says where it is."
     ),
 ]
 TokenFile = Annotated[
@@ -147,7 +147,7 @@ def drain(
 def resume(
     *, url: Url = "", config: ConfigFile = None, token_file: TokenFile = None, json: Json = False
 ) -> None:
-    """Admit new requests again, after ``drain``."""
+    """Admit new requests again, after drain."""
     _admission(_caller(url, config, token_file).post("/v1/resume"), json=json)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 
 from coordinator import __version__, cli
 from coordinator.errors import WorkerError
@@ -55,6 +56,21 @@ def test_help_tells_the_exit_codes(name: str) -> None:
     done = command(name, "--help")
     assert done.returncode == 0
     assert "Exit codes: 0" in words(done.stdout)
+
+
+def test_no_help_is_taken_for_markup() -> None:
+    """What stands in brackets after a space would not be shown, and backticks would be."""
+    group = typer.main.get_command(cli.app)
+    for name, chosen in group.commands.items():  # type: ignore[attr-defined] # it is a group
+        texts = [chosen.help, chosen.epilog, *(getattr(parameter, "help", "") for parameter in chosen.params)]
+        assert [text for text in texts if text and re.search(r"\[[a-z]|`", text)] == [], name
+
+
+def test_check_says_who_moves_the_pages() -> None:
+    assert "loopback, hosted by the coordinator\n" in command("check").stdout
+    done = command("check", "--config", str(CONFIGS / "sglang.toml"))
+    assert "external, the engine moves the pages by itself\n" in done.stdout
+    assert "hosted by" not in done.stdout
 
 
 def test_without_a_command_the_help_is_shown() -> None:
