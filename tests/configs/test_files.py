@@ -80,6 +80,20 @@ def test_what_is_wrong_would_be_found() -> None:
     ]
 
 
+def test_what_an_operator_must_hear_of_has_an_alert() -> None:
+    told = " ".join(expression for where, expression in expressions() if where.startswith("alert "))
+    for name in (
+        "ready",
+        "oldest_post_prefill_seconds",
+        "quarantined_bytes",
+        "log_lines_dropped_total",
+        "bugs_total",
+    ):
+        assert f"{PREFIX}{name}" in told
+    # One that is not there tells nothing of itself.
+    assert re.search(rf"\bup == 0 and .*{PREFIX}ready", told)
+
+
 def test_every_alert_says_what_it_is() -> None:
     rules = yaml.safe_load((CONFIGS / "prometheus" / "alerts.yaml").read_text())
     for group in rules["groups"]:
