@@ -201,7 +201,7 @@ class Http(Section):
     Attributes:
         address: where it is served; empty: not at all.
         token: the secret that calls which change something must carry.
-        token_file: a file that holds the token instead, readable by the coordinator's user alone.
+        token_file: a file that holds the token instead, readable by the coordinator's user and group alone.
 
     """
 

@@ -16,11 +16,15 @@ from backends import registry
 from coordinator import cli
 from coordinator.client import DecodeRank, PrefillRank, RankState
 from coordinator.config import Config
+from coordinator.events import State
+from coordinator.messages import Role
 from coordinator.metrics import TABLE
 from coordinator.reasons import Reason
+from coordinator.routes import RouteState
 from coordinator.sim import demo
 from coordinator.sim.display import show
 from coordinator.sim.summary import Summary
+from coordinator.worker.supervisor import WorkerState
 from tests.docs.markdown import ROOT, blocks, readme, section, source, table, ticked
 
 if TYPE_CHECKING:
@@ -61,6 +65,26 @@ def test_every_metric_stands_on_its_page() -> None:
         (f"`{m.full_name}`", m.kind, ", ".join(f"`{name}`" for name in m.labels) or "-", m.help)
         for m in TABLE
     ]
+
+
+def test_the_states_of_the_labels_stand_on_the_page() -> None:
+    rows = table((ROOT / "docs" / "metrics.md").read_text(), "metric")
+    told = {(name.strip("`"), label.strip("`")): set(ticked(values)) for name, label, values in rows}
+    in_flight = {state for state in State if not state.terminal}
+    assert told["kv_coordinator_handoffs_in_flight", "state"] == in_flight
+    assert told["kv_coordinator_links", "state"] == set(RouteState)
+    assert told["kv_coordinator_workers", "state"] == set(WorkerState)
+    assert told["kv_coordinator_ranks", "role"] == set(Role)
+    labels = {metric.full_name: set(metric.labels) for metric in TABLE}
+    assert [row for row in told if row[1] not in labels[row[0]]] == []
+
+
+def test_every_alert_has_its_line() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "configs" / "prometheus" / "alerts.yaml").read_text())
+    rows = table(section("Operating it"), "what you see")
+    told = [word for what, *_ in rows for word in ticked(what) if word.startswith("KvCoordinator")]
+    assert sorted(told) == sorted(alerts)
+    assert all(len(row) == 3 for row in rows)
 
 
 def test_every_reason_stands_there_with_its_fault() -> None:

@@ -1,0 +1,75 @@
+"""The page on the log has every line that a coordinator can write, with its level and its keys."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Final
+
+from coordinator.log_stream import MAX_RECENT
+from coordinator.logs import MAX_LINE_BYTES
+from tests.docs.markdown import ROOT, table, ticked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE: Final = ROOT / "docs" / "log.md"
+_LEVELS: Final = {"debug", "info", "warning", "error"}
+_EVENT: Final = re.compile(r"[a-z]+\.[a-z_]+")
+#: The steps of a handoff, which are logged by ``trail.step``.
+_STEP: Final = "step"
+
+
+def texts(node: ast.expr) -> Iterator[str]:
+    """The texts that an argument may be."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from texts(node.body)
+        yield from texts(node.orelse)
+
+
+def logged() -> Iterator[tuple[str, str, set[str]]]:
+    """Every event of our own log in the code: its level, and the keys that stand there by name."""
+    for path in sorted((ROOT / "coordinator").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            if node.func.attr == _STEP:
+                yield from ((event, "info", set()) for event in texts(node.args[-1]))
+            elif node.func.attr in _LEVELS and "log" in ast.unparse(node.func.value):
+                keys = {"exception" if k.arg == "exc_info" else k.arg for k in node.keywords if k.arg}
+                yield from (
+                    (event, node.func.attr, keys) for event in texts(node.args[0]) if _EVENT.fullmatch(event)
+                )
+    yield "log.dropped", "warning", {"lines"}
+
+
+def rows() -> list[list[str]]:
+    """The table of the page."""
+    return table(PAGE.read_text(), "event")
+
+
+def test_every_line_stands_on_the_page_with_its_level() -> None:
+    told = {event.strip("`"): level for event, level, *_ in rows()}
+    assert told == {event: level for event, level, _ in logged()}
+
+
+def test_the_keys_of_each_line_stand_beside_it() -> None:
+    told: dict[str, set[str]] = {}
+    former: set[str] = set()
+    for event, _, keys, _ in rows():
+        former = told[event.strip("`")] = set(ticked(keys)) | (former if "the same" in keys else set())
+    assert {event: keys - told[event] for event, _, keys in logged() if not keys <= told[event]} == {}
+
+
+def test_what_would_not_be_on_the_page_is_found() -> None:
+    found = {event for event, *_ in logged()}
+    assert {"handoff.opened", "group.not_ready", "log.dropped", "release.unquiet", "worker.died"} <= found
+    assert not [event for event in found if not _EVENT.fullmatch(event)]
+
+
+def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
+    text = PAGE.read_text()
+    assert f"its last {MAX_RECENT:,} lines" in text
+    assert f"over {MAX_LINE_BYTES >> 10} KiB" in text
