@@ -18,6 +18,8 @@ _LEVELS: Final = {"debug", "info", "warning", "error"}
 _EVENT: Final = re.compile(r"[a-z]+\.[a-z_]+")
 #: The steps of a handoff, which are logged by ``trail.step``.
 _STEP: Final = "step"
+#: What becomes of the log's file, which is logged by ``logs._tell_of_file``.
+_TELL: Final = "_tell"
 
 
 def texts(node: ast.expr) -> Iterator[str]:
@@ -37,6 +39,9 @@ def logged() -> Iterator[tuple[str, str, set[str]]]:
                 continue
             if node.func.attr == _STEP:
                 yield from ((event, "info", set()) for event in texts(node.args[-1]))
+            elif node.func.attr == _TELL:
+                found = (event for event in texts(node.args[0]) if _EVENT.fullmatch(event))
+                yield from ((event, "warning", {"file", "why"}) for event in found)
             elif node.func.attr in _LEVELS and "log" in ast.unparse(node.func.value):
                 keys = {"exception" if k.arg == "exc_info" else k.arg for k in node.keywords if k.arg}
                 yield from (
