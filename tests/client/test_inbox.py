@@ -93,6 +93,7 @@ def test_the_head_is_what_all_ranks_have_once_all_know_the_epoch() -> None:
     inbox.enter(6, 4)
     assert Head.unpack(inbox.token) == (5, 3)
     inbox.take(4, [], 3)
+    assert Head.unpack(inbox.token) == (5, 3), "not all ranks know epoch 6"
     inbox.group_ready()
     assert Head.unpack(inbox.token) == (6, 3)
 

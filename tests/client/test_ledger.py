@@ -87,8 +87,17 @@ def test_an_attempt_is_never_given_twice_however_long_ago_its_room_ended() -> No
         book.hand_over(number, [Outcome(room, 1), Released(room, 1)])
         number += 2
     # Room 1 is forgotten, its pages are not.
+    assert len(book._ended) == 16_384
+    assert (1 in book._ended, 16_399 in book._ended) == (False, True)
     book.spoke(Open(1, number))
     assert book.give_up(LOST) == failed((1, 2))
+
+
+def test_rooms_that_were_given_up_are_forgotten_at_last() -> None:
+    book = ledger(*(Open(room, 0) for room in range(1, 20_001)))
+    assert len(book.give_up(LOST)) == 20_000
+    assert len(book._ended) == 16_384
+    assert (1 in book._ended, 20_000 in book._ended) == (False, True)
 
 
 @pytest.mark.parametrize("losses", [1, 3])

@@ -111,6 +111,9 @@ def test_the_thread_wakes_for_it() -> None:
     tick(lives, until_s=4.0)
     lives.conversation.blocked(4.0)
     assert lives.due_s() == pytest.approx(lives._alone_since_s + 60.0)
+    lives.tick(64.0)
+    assert judged(lives)
+    assert lives.due_s() == float("inf"), "it is judged once"
 
 
 def test_a_coordinator_that_returns_just_before_is_not_lost() -> None:
@@ -179,6 +182,17 @@ def test_all_ranks_fail_the_same_whatever_they_have() -> None:
     assert [lives.unreleased for lives in (first, second, third)] == [4, 4, 4]
 
 
+def test_a_rank_that_lacks_events_waits_for_them_also_when_the_coordinator_is_lost() -> None:
+    first, second = rank(0), rank(1)
+    publish(first, 1, Outcome(1, 1))
+    tick(first, until_s=70.0)
+    token = Token.unpack(first.head())
+    assert (token.lost, token.head.number) == (True, 1)
+    assert not second.reaches(token)
+    publish(second, 1, Outcome(1, 1), now_s=70.0)
+    assert step(first, second) == [[Outcome(1, 1)]] * 2
+
+
 def test_the_failure_says_whose_fault_it_is_and_that_it_may_be_tried_again() -> None:
     (outcome,) = failed((1, 1))
     assert isinstance(outcome, Outcome)
@@ -191,6 +205,8 @@ def test_a_token_may_come_twice() -> None:
     """Rank 0 has read it for two steps before it drained the first."""
     first, second = rank(0), rank(1)
     for lives in (first, second):
+        publish(lives, 1, Outcome(1, 1))
+        assert len(step(lives)[0]) == 1
         say(lives, 7)
     tick(first, until_s=70.0)
     tokens = [Token.unpack(first.head()) for _ in range(2)]
@@ -198,7 +214,8 @@ def test_a_token_may_come_twice() -> None:
     for lives in (first, second):
         assert lives.drain(tokens[0], 70.0) == failed((7, 1))
         say(lives, 8)
-        assert lives.reaches(tokens[1])
+        lives.hear(welcome(epoch=6), 70.0)
+        assert lives.reaches(tokens[1]), "also when the next coordinator has been there meanwhile"
         assert lives.drain(tokens[1], 70.0) == []
         assert len(lives.conversation.outbox) == 1
     assert not Token.unpack(first.head()).lost
@@ -347,6 +364,8 @@ def test_pages_are_released_when_rank_0_says_so() -> None:
     assert token.quiet
     assert not second.reaches(token)
     assert "g/1 holds the pages of 4 handoffs" in second.behind(token, 10)
+    lacking = token._replace(head=Head(EPOCH, 3))
+    assert "through event 3 of epoch 0x5" in second.behind(lacking, 10), "that comes first"
     released = [Released(1, 1), Released(2, 1), Released(7, 1), Released(9, 1)]
     assert first.drain(token, 63.0) == released
     assert not first.flagged

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from coordinator.client import recollection
 from coordinator.client.recollection import Recollection
 from coordinator.messages import (
     MAX_FRAME_BYTES,
@@ -24,6 +27,9 @@ from coordinator.messages import (
     encode,
 )
 from coordinator.reasons import Failure, Reason
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def said(*items: Item, submitted: bool = True) -> Recollection:
@@ -147,6 +153,19 @@ def test_ended_rooms_are_forgotten_at_last() -> None:
     assert memory.report(0).unreleased == []
 
 
+def test_of_the_ended_rooms_the_one_that_ended_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recollection, "_MAX_ENDED", 2)
+    memory = Recollection()
+    memory.heard(1, [Outcome(1, 1), Outcome(2, 1), Outcome(1, 2), Outcome(3, 1)])
+    again = [Open(room, 4) for room in (1, 2, 3)]
+    for item in again:
+        memory.spoke(item)
+    memory.submitted(again)
+    assert memory.report(0).held == [Held(1, 4, 2), Held(2, 4, 0), Held(3, 4, 1)]
+
+
 def test_side_data_of_successes_are_kept_for_decode_may_not_have_got_them() -> None:
     memory = said(Send(1, 0, b"", last=False), Send(1, 0, b"", last=True, aux=b"one"), send(2), Open(3, 0))
     memory.heard(1, [Outcome(1, 1), Released(1, 1), Outcome(2, 1), Outcome(3, 1)])
@@ -154,6 +173,15 @@ def test_side_data_of_successes_are_kept_for_decode_may_not_have_got_them() -> N
     memory.spoke(Send(1, 4, b"", last=True, aux=b"again"))
     memory.heard(5, [Outcome(1, 2)])
     assert memory.report(0).sent[-1] == SideData(1, 2, b"again")
+
+
+def test_side_data_count_once_of_a_room_that_is_said_to_end_twice() -> None:
+    """The second one is refused: the first was the last."""
+    memory = said(Send(1, 0, b"", last=True, aux=b"one"), Send(1, 0, b"", last=True, aux=b"other"))
+    assert memory.report(0).sent == [SideData(1, 0, b"one", 0)]
+    memory.heard(1, [Outcome(1, 1)])
+    assert memory.report(0).sent == [SideData(1, 1, b"one")]
+    assert memory._sending_bytes == 0
 
 
 def test_side_data_of_failures_are_forgotten() -> None:
