@@ -138,10 +138,14 @@ async def test_a_rank_that_has_not_spoken_of_the_room_holds_its_pages_too() -> N
 async def left_open(stage: VirtualStage, room: int = 7) -> RankPeer:
     """An engine of one rank whose handoff has failed, and which does not say that the pages are quiet."""
     (rank,) = await stage.group(Role.PREFILL, "p", 1)
+    await fails_open(rank, room)
+    return rank
+
+
+async def fails_open(rank: RankPeer, room: int) -> None:
     rank.send_pages(room)
     leg_failed(rank, room, quiet=False)
     await rank.outcome(room)
-    return rank
 
 
 async def test_pages_that_are_not_proven_quiet_are_held_for_ever_and_an_operator_is_told() -> None:
@@ -163,6 +167,24 @@ async def test_pages_that_are_not_proven_quiet_are_held_for_ever_and_an_operator
         rank.drain()
         await stage.empty()
         assert stage.service.overview.troubles() == []
+
+
+async def test_an_engine_that_tells_in_time_is_no_trouble() -> None:
+    """Neither when it is quiet within ``settle_s``, nor, after that, within the operator's bound."""
+    async with VirtualStage(own(release={"unproven_s": UNPROVEN_S})) as stage:
+        (rank,) = await stage.group(Role.PREFILL, "p", 1)
+        for room, after_s, told in ((7, 1.0, 0), (8, 10.0, 1)):
+            with capture("error") as log:
+                await fails_open(rank, room)
+                rank.drain()
+                await asyncio.sleep(after_s)
+                leg_quiet(rank, room)
+                await rank.release(room)
+                await asyncio.sleep(UNPROVEN_S)
+            assert len(log.of("release.unquiet")) == told
+            assert not log.of("release.unproven")
+            rank.drain()
+        await stage.empty()
 
 
 async def test_an_operator_may_have_them_let_go_at_a_bound() -> None:
