@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
 import pytest
 
-from coordinator.broadcast import MAX_EVENTS, GroupLog
+from coordinator.broadcast import FULL_BYTES, HEARTBEAT_S, MAX_EVENTS, GroupLog, fitting
 from coordinator.messages import MAX_AUX_BYTES, Outcome, Released, Role
-from tests.service.stage import VirtualStage, config, virtual_time
+from tests.service.peers import RankPeer
+from tests.service.stage import VirtualStage, config, turns, virtual_time
 from tests.support.waiting import eventually_async
 
 
@@ -41,6 +43,48 @@ def test_a_long_log_is_read_in_a_moment(after: int) -> None:
     started_s = time.process_time()
     assert log.since(after, MAX_EVENTS)[0] == Released(after + 1, 1)
     assert time.process_time() - started_s < 0.05
+
+
+def test_a_message_is_full_at_a_number_of_events_or_of_bytes() -> None:
+    small = [Outcome(room, 1) for room in range(1, 2000)]
+    assert fitting(small) == small[:MAX_EVENTS]
+    large = [Outcome(room, 1, None, bytes(FULL_BYTES // 4)) for room in range(1, 9)]
+    assert FULL_BYTES == 4 * MAX_AUX_BYTES
+    assert fitting(large) == large[:4]
+    assert fitting(large[:3]) == large[:3]
+    assert fitting([]) == []
+
+
+@virtual_time
+async def test_a_group_that_has_nothing_to_hear_hears_the_head_every_half_second() -> None:
+    """Else nobody would notice that its last message was lost."""
+    async with VirtualStage() as stage:
+        ranks = await stage.group(Role.DECODE, "d", 2)
+        ranks[0].cancel(7)
+        await ranks[1].release(7)
+        for rank in ranks:
+            rank.broadcasts.clear()
+        await asyncio.sleep(20 * HEARTBEAT_S)
+        for rank in ranks:
+            assert [message.first for message in rank.broadcasts] == [3] * len(rank.broadcasts)
+            assert 19 <= len(rank.broadcasts) <= 21
+
+
+@virtual_time
+async def test_who_is_there_is_told_at_once() -> None:
+    """An engine waits for its ranks to be ready; a heartbeat later would do, but need not be waited for."""
+    async with VirtualStage() as stage:
+        first, second = (RankPeer(stage, Role.DECODE, "d", number, 2) for number in range(2))
+        await first.join()
+        await asyncio.sleep(3 * HEARTBEAT_S)
+        assert first.broadcasts[-1].missing == [1]
+        await second.join()
+        await eventually_async(lambda: second.listening)
+        await turns()
+        assert first.broadcasts[-1].ready
+        stage.died(second)
+        await turns()
+        assert first.broadcasts[-1].missing == [1]
 
 
 @virtual_time

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+
+import pytest
 
 from coordinator.membership import FORGET_AFTER_S
-from coordinator.messages import FencePeer
-from tests.service.stage import VirtualStage, virtual_time
+from coordinator.messages import FencePeer, Process, Role
+from tests.service.stage import VirtualStage, turns, virtual_time
 from tests.support.logs import capture
 
 
@@ -27,6 +30,44 @@ async def test_a_silent_peer_is_forgotten_with_its_links() -> None:
         assert peer not in crew.routes
         assert "d" not in stage.service.membership.groups
         assert {fence.peer for fence in worker.of(FencePeer)} == {peer}
+
+
+@virtual_time
+@pytest.mark.parametrize("end", ["died", "forgotten"])
+async def test_verdicts_are_not_kept_for_a_rank_that_has_heard_and_will_not_drain_them(end: str) -> None:
+    async with VirtualStage() as stage:
+        _, decode, _ = await stage.pair(2)
+        decode[0].cancel(7)
+        for rank in decode:
+            await rank.release(7)
+        decode[0].drain()
+        await turns()
+        ended = stage.service.membership.groups["d"].ended
+        if end == "died":
+            assert list(ended) == [7]
+            stage.died(decode[1])
+        else:
+            decode[1].stop()
+            await asyncio.sleep(FORGET_AFTER_S)
+            assert list(ended) == [7], "it may come back, and speak of that room"
+            await asyncio.sleep(stage.config.rank.lost_after_s + 1)
+        assert not ended
+
+
+@virtual_time
+async def test_the_end_of_a_forgotten_rank_s_process_is_still_seen() -> None:
+    """It may hold pages of an engine that moves them by itself, or come back."""
+    async with VirtualStage() as stage:
+        deaths = stage.service.membership._deaths
+        deaths._here = ("elsewhere", 0)
+        (rank,) = await stage.group(Role.PREFILL, "p", 1, process=Process(os.getpid(), *deaths._here))
+        member = stage.member(rank)
+        rank.stop()
+        await asyncio.sleep(stage.config.rank.lost_after_s + FORGET_AFTER_S + 1)
+        await turns(200)
+        assert member.forgotten
+        assert member not in stage.service.transfers.crews
+        assert member in deaths._pidfds
 
 
 @virtual_time

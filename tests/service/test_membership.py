@@ -411,11 +411,16 @@ async def test_a_new_engine_of_another_shape_may_take_the_name_of_one_that_is_lo
         assert await newcomer.failure(7) == "cancelled_by_decode"
 
 
-async def test_a_rank_of_an_engine_that_was_taken_for_dead_is_told_to_start_anew() -> None:
+@pytest.mark.parametrize("hears", [True, False])
+async def test_a_rank_of_an_engine_that_was_taken_for_dead_is_told_to_start_anew(*, hears: bool) -> None:
+    """Whether it had heard something, or only said something."""
     async with Stage() as stage:
         (old,) = await stage.group(Role.DECODE, "d", 1)
+        old.acknowledges = hears
         old.cancel(7)
-        await old.outcome(7)
+        if hears:
+            await old.outcome(7)
+        await eventually_async(lambda: stage.member(old).received)
         await turns()
         stage.died(old)
         assert not stage.service.membership.groups
@@ -433,6 +438,21 @@ async def test_a_rank_of_an_engine_that_was_taken_for_dead_is_told_to_start_anew
 
 
 # --- silence and goodbye ---------------------------------------------------------------------
+
+
+@virtual_time
+async def test_a_rank_that_returns_with_one_word_and_says_no_other_is_lost_again() -> None:
+    async with VirtualStage() as stage:
+        (rank,) = await stage.group(Role.DECODE, "d", 1)
+        lost_after_s = stage.config.rank.lost_after_s
+        for losses in (1, 2):
+            rank.stop()
+            await asyncio.sleep(lost_after_s + 1)
+            assert stage.service.counters.ranks_lost == losses
+            assert stage.service.membership.groups["d"].incarnation == 1 + losses
+            rank.again()
+            await turns()
+            assert stage.member(rank).alive
 
 
 @virtual_time
@@ -567,6 +587,21 @@ async def test_a_rank_that_acknowledges_nothing_is_lost_before_the_log_grows_wit
         assert ranks[1].refusals[-1].code == "behind"
         assert ranks[1].refusals[-1].fatal
         assert len(ranks[0].outcomes()) == 199
+
+
+@virtual_time
+async def test_an_engine_that_dies_while_a_rank_holds_up_its_log_leaves_nothing_behind() -> None:
+    async with VirtualStage(config(limits={"backlog_events": 10})) as stage:
+        ranks = await stage.group(Role.DECODE, "d", 2)
+        ranks[1].acknowledges = False
+        for room in range(1, 21):
+            ranks[0].cancel(room)
+        await ranks[0].heard(20, Released)
+        assert stage.service.membership._overflows
+        for rank in ranks:
+            stage.died(rank)
+        assert not stage.service.membership.groups
+        assert not stage.service.membership._overflows
 
 
 @virtual_time
