@@ -9,7 +9,7 @@ import time
 import pytest
 
 from coordinator.broadcast import FULL_BYTES, HEARTBEAT_S, MAX_EVENTS, GroupLog, fitting
-from coordinator.messages import MAX_AUX_BYTES, Outcome, Released, Role
+from coordinator.messages import MAX_AUX_BYTES, Event, Outcome, Released, Role
 from tests.service.peers import RankPeer
 from tests.service.stage import VirtualStage, config, turns, virtual_time
 from tests.support.waiting import eventually_async
@@ -46,9 +46,9 @@ def test_a_long_log_is_read_in_a_moment(after: int) -> None:
 
 
 def test_a_message_is_full_at_a_number_of_events_or_of_bytes() -> None:
-    small = [Outcome(room, 1) for room in range(1, 2000)]
+    small: list[Event] = [Outcome(room, 1) for room in range(1, 2000)]
     assert fitting(small) == small[:MAX_EVENTS]
-    large = [Outcome(room, 1, None, bytes(FULL_BYTES // 4)) for room in range(1, 9)]
+    large: list[Event] = [Outcome(room, 1, None, bytes(FULL_BYTES // 4)) for room in range(1, 9)]
     assert FULL_BYTES == 4 * MAX_AUX_BYTES
     assert fitting(large) == large[:4]
     assert fitting(large[:3]) == large[:3]
