@@ -9,6 +9,7 @@ import pytest
 from coordinator.actions import Actions
 from coordinator.config import Config, Http, parse
 from coordinator.errors import ConfigError
+from coordinator.http.routes import TABLE
 from coordinator.http.server import HttpServer
 from coordinator.reload import Reload
 from coordinator.service import Service
@@ -17,6 +18,8 @@ from tests.support.logs import capture
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from coordinator.http.routes import Route
 
 TOKEN = "s" * 16 + "ecret"
 
@@ -110,6 +113,27 @@ async def test_what_is_not_there_or_not_possible_is_said() -> None:
             "unknown parameter 'x'; accepted here: none"
         )
         await it.call("POST", "/v1/handoffs/1/cancel", 413, data=b"x" * 100_000)
+
+
+@pytest.mark.parametrize("route", TABLE, ids=lambda route: f"{route.method} {route.path}")
+async def test_a_parameter_that_is_not_known_is_refused_wherever_it_stands(route: Route) -> None:
+    """Else a mistyped filter would answer for everything, and a mistyped question do something."""
+    async with served() as it:
+        path = route.path.replace("{room}", "1")
+        found = await it.call(route.method, f"{path}?nonsense=1", 400)
+        assert "unknown parameter 'nonsense'" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("limit=1", 200), ("limit=0", 400), ("limit=-1", 400), ("limit=%C2%B2", 400), ("limit=%D9%A3", 400),
+        ("older_s=0", 200), ("older_s=-0.1", 400), ("older_s=inf", 400), ("older_s=nan", 400),
+    ],
+)  # fmt: skip
+async def test_a_number_is_what_it_must_be_up_to_its_bounds(query: str, status: int) -> None:
+    async with served() as it:
+        await it.call("GET", f"/v1/handoffs?{query}", status)
 
 
 async def test_a_bug_costs_one_answer_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
