@@ -35,6 +35,12 @@ def listen(control: str, outcomes: str, more: str = "") -> str:
     return f"[listen]\ncontrol = {control}\noutcomes = {outcomes}\n{more}\n"
 
 
+def test_one_token_is_enough(keys: Path) -> None:
+    """An operator who changes the one that is not used would believe the old one gone."""
+    said = problems(f'[http]\ntoken = "0123456789abcdef"\ntoken_file = "{keys}/key"')
+    assert said == ["http.token_file: cannot stand beside http.token: only one of them is used"]
+
+
 @pytest.mark.parametrize(
     ("text", "starts"),
     [

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.exposition import Exposition
-from coordinator.metrics import TABLE, Histogram
+from coordinator.metrics import TABLE, Counters, Histogram
 from coordinator.reasons import Reason
 from tests.http.served import in_every_state, served
 from tests.service.chaos import Chaos
@@ -79,6 +79,15 @@ async def test_a_handoff_counts_once_whatever_the_number_of_its_ranks() -> None:
         assert value(families, "ranks", group="d", state="ready") == 2
         assert value(families, "links", state="up") == 2
         assert value(families, "moves_in_flight") == 4
+        assert value(families, "oldest_handoff_seconds") > 0
+        assert value(families, "oldest_post_prefill_seconds") > 0
+
+
+def test_verdicts_of_a_former_coordinator_are_counted_too() -> None:
+    counters = Counters()
+    for reason in (None, "deadline", None):
+        counters.inherited(reason)
+    assert (counters.succeeded, counters.failed) == (2, {"deadline": 1})
 
 
 async def test_every_reason_is_told_before_it_happens() -> None:
