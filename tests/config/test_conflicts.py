@@ -148,6 +148,13 @@ def test_one_address_is_used_once() -> None:
     assert line == "listen.outcomes[0]: is the same address as listen.control[0]; each needs its own"
 
 
+def test_one_port_is_not_listened_on_twice_and_two_are_two_addresses() -> None:
+    one, other = '["tcp://127.0.0.1:7000"]', '["tcp://127.0.0.1:7001"]'
+    (line,) = problems(listen(one, one))
+    assert line == "listen.outcomes[0]: is the same address as listen.control[0]; each needs its own"
+    parse(listen(one, other), "f")
+
+
 def test_any_free_port_may_be_asked_for_twice() -> None:
     config = parse(listen('["tcp://127.0.0.1:0"]', '["tcp://127.0.0.1:0"]'))
     assert config.listen.control == config.listen.outcomes
