@@ -30,8 +30,8 @@ _Positive = Annotated[int, Meta(ge=1, le=2**62)]
 class ExitCode(IntEnum):
     """How a worker process ended. The last line on its stderr says why.
 
-    After ``SETTINGS``, ``POOL`` and ``BACKEND`` the same worker would end in the same way again. After
-    ``BUSY`` it would not for ever: another worker has the pool, or descriptors or memory were wanting.
+    After ``SETTINGS``, ``POOL``, ``BACKEND`` and ``REFUSED`` the same worker would end in the same way again.
+    After ``BUSY`` it would not for ever: another worker has the pool, or descriptors or memory were wanting.
     """
 
     STOPPED = 0

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from coordinator.log_stream import MAX_RECENT
 from coordinator.logs import MAX_LINE_BYTES
+from coordinator.worker.settings import ExitCode
+from coordinator.worker.supervisor import _HOPELESS
 from tests.docs.markdown import ROOT, table, ticked
 
 if TYPE_CHECKING:
@@ -72,6 +74,13 @@ def test_what_would_not_be_on_the_page_is_found() -> None:
     found = {event for event, *_ in logged()}
     assert {"handoff.opened", "group.not_ready", "log.dropped", "release.unquiet", "worker.died"} <= found
     assert not [event for event in found if not _EVENT.fullmatch(event)]
+
+
+def test_the_ends_of_a_worker_are_told() -> None:
+    told = dict(re.findall(r"(\d)\s`([a-z]+)`", PAGE.read_text()))
+    assert told == {str(code.value): code.name.lower() for code in ExitCode if code is not ExitCode.STOPPED}
+    assert {code.value for code in _HOPELESS} == {2, 3, 4, 5}
+    assert "After 2 to 5 it is not started again." in PAGE.read_text()
 
 
 def test_the_bounds_on_the_page_are_those_of_the_code() -> None:
