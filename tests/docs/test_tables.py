@@ -9,6 +9,7 @@ import tomllib
 from typing import TYPE_CHECKING, get_args
 
 import pytest
+import typer
 from pydantic import BaseModel
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from coordinator import cli
 from coordinator.client import DecodeRank, PrefillRank, RankState
 from coordinator.config import Config
 from coordinator.events import State
+from coordinator.http.routes import TABLE as ROUTES
 from coordinator.messages import Role
 from coordinator.metrics import TABLE
 from coordinator.reasons import Reason
@@ -85,6 +87,25 @@ def test_every_alert_has_its_line() -> None:
     told = [word for what, *_ in rows for word in ticked(what) if word.startswith("KvCoordinator")]
     assert sorted(told) == sorted(alerts)
     assert all(len(row) == 3 for row in rows)
+
+
+def test_every_path_of_http_stands_there_with_what_it_takes() -> None:
+    rows = table(section("Operating it"), "path")
+    told = " ".join(cell for row in rows for cell in row)
+    for route in ROUTES:
+        assert route.path.replace("{room}", "ROOM") in told
+        assert [name for name in route.query if f"`{name}`" not in told] == [], route.path
+
+
+def test_every_command_and_variable_stands_there() -> None:
+    text = readme()
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined] # it is a group
+    assert [name for name in commands if f"kv-coordinator {name}" not in text] == []
+    variables = {
+        parameter.envvar for command in commands.values() for parameter in command.params if parameter.envvar
+    }
+    assert len(variables) > 1
+    assert [name for name in variables if f"`{name}`" not in text] == []
 
 
 def test_every_reason_stands_there_with_its_fault() -> None:
