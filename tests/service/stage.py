@@ -21,6 +21,7 @@ from tests.support.waiting import eventually_async
 
 if TYPE_CHECKING:
     from coordinator.groups import Rank
+    from coordinator.messages import Memory
     from tests.service.peers import Peer
 
 #: For a test under virtual time. Of the rounds in which the loop makes sure that nothing is left to do
@@ -192,6 +193,15 @@ class Stage:
             await rank.join()
         await eventually_async(lambda: self.service.membership.groups[name].ready)
         return ranks
+
+    def former(
+        self, role: Role, name: str, number: int, world_size: int, memory: Memory, **changes: object
+    ) -> RankPeer:
+        """Let a rank of a former coordinator say hello."""
+        rank = RankPeer(self, role, name, number, world_size, epoch=99, memory=memory, **changes)
+        rank.open()
+        rank.send(rank.hello)
+        return rank
 
     async def workers(self, *, auto: bool = True) -> list[WorkerPeer]:
         """Let a peer speak for every worker that has none."""

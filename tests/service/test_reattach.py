@@ -27,14 +27,6 @@ def group(stage: Stage, name: str) -> Group:
     return stage.service.membership.groups[name]
 
 
-def former(stage: Stage, role: Role, name: str, number: int, world: int, memory: Memory) -> RankPeer:
-    """A rank of a former coordinator that says hello."""
-    rank = RankPeer(stage, role, name, number, world, epoch=99, memory=memory)
-    rank.open()
-    rank.send(rank.hello)
-    return rank
-
-
 @virtual_time
 @pytest.mark.parametrize("role", Role)
 async def test_a_new_engine_that_meets_a_former_room_gets_its_pages_back(role: Role) -> None:
@@ -60,7 +52,7 @@ async def test_a_new_engine_that_meets_a_former_room_gets_its_pages_back(role: R
 async def test_an_engine_of_another_shape_is_not_mixed_with_what_is_left_of_the_former() -> None:
     """Both have the name; only one of them may have the group. The other one asks again, and gets it."""
     async with VirtualStage() as stage:
-        old = former(stage, Role.DECODE, "d", 0, 2, NOTHING)
+        old = stage.former(Role.DECODE, "d", 0, 2, NOTHING)
         await turns()
         old.stop()
         stages = msgspec.structs.replace(LAYOUT, stages=(1, 1))
@@ -99,7 +91,7 @@ async def test_an_engine_of_another_shape_is_not_mixed_with_what_is_left_of_the_
 )
 async def test_every_rank_of_another_engine_is_answered(role: Role, world: int, layout: Layout) -> None:
     async with VirtualStage() as stage:
-        old = former(stage, Role.DECODE, "d", 0, 2, NOTHING)
+        old = stage.former(Role.DECODE, "d", 0, 2, NOTHING)
         await turns()
         old.stop()
         news = [RankPeer(stage, role, "d", n, world, layout=layout, process=ELSEWHERE) for n in range(world)]
@@ -136,7 +128,7 @@ async def test_a_full_coordinator_says_so_and_waits_for_no_more_groups_than_it_m
 @virtual_time
 async def test_a_live_rank_is_not_pushed_out_by_one_that_comes_late() -> None:
     async with VirtualStage() as stage:
-        former(stage, Role.DECODE, "d", 0, 2, NOTHING)
+        stage.former(Role.DECODE, "d", 0, 2, NOTHING)
         await turns()
         new = RankPeer(stage, Role.DECODE, "d", 1, 2, process=ELSEWHERE)
         await new.join()
@@ -144,7 +136,7 @@ async def test_a_live_rank_is_not_pushed_out_by_one_that_comes_late() -> None:
         member = group(stage, "d").ranks[1]
         assert member is not None
         assert member.hello.instance == new.hello.instance
-        late = former(stage, Role.DECODE, "d", 1, 2, NOTHING)
+        late = stage.former(Role.DECODE, "d", 1, 2, NOTHING)
         for _ in range(10):
             late.again()
             await asyncio.sleep(1)
@@ -158,7 +150,7 @@ async def test_a_live_rank_is_not_pushed_out_by_one_that_comes_late() -> None:
 async def test_of_a_group_whose_ranks_are_all_gone_nothing_is_waited_for() -> None:
     """One of them had never come back, so that its pages could never be said to be quiet."""
     async with VirtualStage() as stage:
-        (old,) = [former(stage, Role.DECODE, "d", 0, 2, ROOM_7)]
+        (old,) = [stage.former(Role.DECODE, "d", 0, 2, ROOM_7)]
         await asyncio.sleep(30)
         stage.died(old)
         await stage.group(Role.DECODE, "d", 2, process=ELSEWHERE)
@@ -173,7 +165,7 @@ async def test_of_a_group_whose_ranks_are_all_gone_nothing_is_waited_for() -> No
 @virtual_time
 async def test_what_a_rank_has_remembered_is_let_go_when_it_is_back() -> None:
     async with VirtualStage() as stage:
-        ranks = [former(stage, Role.PREFILL, "p", number, 2, ROOM_7) for number in range(2)]
+        ranks = [stage.former(Role.PREFILL, "p", number, 2, ROOM_7) for number in range(2)]
         await turns()
         assert all(rank.welcomed for rank in ranks)
         assert [rank.hello.memory for rank in group(stage, "p").live] == [None, None]
