@@ -195,10 +195,11 @@ class Stage:
         return ranks
 
     def former(
-        self, role: Role, name: str, number: int, world_size: int, memory: Memory, **changes: object
+        self, role: Role, name: str, number: int, world_size: int, memory: Memory | None, **changes: object
     ) -> RankPeer:
-        """Let a rank of a former coordinator say hello."""
-        rank = RankPeer(self, role, name, number, world_size, epoch=99, memory=memory, **changes)
+        """Let a rank of a former coordinator say hello; one without a memory is new."""
+        epoch = 0 if memory is None else 99
+        rank = RankPeer(self, role, name, number, world_size, epoch=epoch, memory=memory, **changes)
         rank.open()
         rank.send(rank.hello)
         return rank

@@ -302,6 +302,19 @@ async def test_what_a_former_coordinator_has_not_released_is_held_until_all_have
         assert stage.service.counters.opened == 0
 
 
+async def test_what_is_not_released_is_held_also_when_nobody_remembers_its_verdict() -> None:
+    async with VirtualStage(own()) as stage:
+        memory = Memory([], [], [Unreleased(7, 3)])
+        rank = RankPeer(stage, Role.PREFILL, "p", 0, 1, epoch=1, acknowledged=5, memory=memory)
+        await rank.join()
+        await asyncio.sleep(1000)
+        assert not rank.released(7)
+        leg_quiet(rank, 7)
+        await rank.release(7, 3)
+        rank.drain()
+        await stage.empty()
+
+
 async def test_what_all_had_told_the_former_one_is_released_at_once() -> None:
     async with VirtualStage(own()) as stage:
         for rank in await remembered(stage, "qq"):

@@ -10,9 +10,10 @@ import pytest
 
 from coordinator.layout import Layout
 from coordinator.membership import FORGET_AFTER_S
-from coordinator.messages import Held, Memory, Move, Process, Role
+from coordinator.messages import Held, Memory, Move, Outcome, Process, Released, Role
 from coordinator.pairing import pairing
-from tests.service.peers import LAYOUT, Peer, RankPeer, hello
+from coordinator.reasons import Failure, Reason
+from tests.service.peers import LAYOUT, Peer, RankPeer, WorkerPeer, hello
 from tests.service.stage import Stage, VirtualStage, config, now_s, turns, virtual_time
 
 if TYPE_CHECKING:
@@ -191,3 +192,96 @@ async def test_a_rank_that_returns_while_its_worker_is_being_ended_gets_another_
         for rank in prefill:
             rank.send_pages(7, 1)
         assert (await prefill[1].outcome(7)).succeeded
+
+
+# --- who is new, and who comes late ----------------------------------------------------------
+
+TOLD = (Outcome(7, 1, Failure(Reason.STALLED, "", "stood still")), Released(7, 1))
+
+
+@virtual_time
+async def test_a_new_process_in_a_restored_group_does_not_hear_what_its_predecessor_did() -> None:
+    async with VirtualStage() as stage:
+        old = stage.former(Role.DECODE, "d", 0, 2, Memory([*TOLD], [], []), acknowledged=2)
+        new = stage.former(Role.DECODE, "d", 1, 2, None)
+        await turns()
+        assert (old.welcomed, new.welcomed) == (1, 1)
+        assert (group(stage, "d").stable, group(stage, "d").log.head) == (2, 2)
+        new.cancel(8)
+        for rank in (old, new):
+            await rank.release(8)
+        assert [(event.room, rank.base) for rank in (old, new) for event in rank.events] == [(8, 2)] * 4
+
+
+@virtual_time
+@pytest.mark.parametrize("remembers", ["something else", "nothing"])
+async def test_a_late_rank_that_may_have_heard_something_else_is_told_to_start_anew(remembers: str) -> None:
+    """It is of another epoch than its group: that went on without it before, or after."""
+    async with VirtualStage() as stage:
+        known = TOLD if remembers == "something else" else TOLD[1:]
+        stage.former(Role.DECODE, "d", 0, 2, Memory([*known], [], []), acknowledged=2)
+        await asyncio.sleep(stage.config.rank.reattach_s + 1)
+        had = Memory([Outcome(8, 1)] if remembers == "something else" else [], [], [])
+        late = RankPeer(stage, Role.DECODE, "d", 1, 2, epoch=98, memory=had, acknowledged=1)
+        await late.join()
+        refused = await late.refused()
+        assert (refused.code, refused.fatal) == ("late", True)
+        assert group(stage, "d").ranks[1] is None
+
+
+# --- when their pages are quiet --------------------------------------------------------------
+
+
+@virtual_time
+async def test_a_room_that_only_a_late_rank_had_begun_is_not_released_before_its_pages_are_quiet() -> None:
+    """The other one has spoken of it anew: that handoff fails, and had no move. But the former one had."""
+    async with VirtualStage() as stage:
+        first = stage.former(Role.DECODE, "d", 0, 2, NOTHING)
+        await asyncio.sleep(stage.config.rank.reattach_s + 1)
+        first.offer(7, 1)
+        await turns()
+        late = stage.former(Role.DECODE, "d", 1, 2, ROOM_7)
+        for rank in (first, late):
+            assert await rank.failure(7) == "coordinator_restarted"
+        failed_s = now_s()
+        await turns()
+        assert not first.released(7)
+        for rank in (first, late):
+            await rank.release(7)
+        assert now_s() - failed_s > stage.config.release.drain_s
+
+
+@virtual_time
+async def test_pages_are_not_quiet_before_all_engines_that_may_write_to_them_are_known_to_have_stopped() -> (
+    None
+):
+    """Their workers are in their own processes, and outlive a coordinator."""
+    async with VirtualStage() as stage:
+        stage.service.reattach.pages.lodging = True
+        decode = stage.former(Role.DECODE, "d", 0, 1, ROOM_7)
+        prefill = [stage.former(Role.PREFILL, name, 0, 1, NOTHING) for name in ("p1", "p2")]
+        await turns()
+        await WorkerPeer(stage, stage.worker(prefill[0]), auto=True).join()
+        assert await decode.failure(7) == "coordinator_restarted"
+        await asyncio.sleep(60)
+        assert not decode.released(7)
+        await stage.workers()
+        await decode.release(7)
+
+
+@virtual_time
+async def test_pages_are_not_quiet_while_an_engine_that_may_write_to_them_is_coming_back() -> None:
+    async with VirtualStage() as stage:
+        stage.service.reattach.pages.lodging = True
+        reattach_s = stage.config.rank.reattach_s
+        decode = stage.former(Role.DECODE, "d", 0, 1, ROOM_7)
+        await asyncio.sleep(reattach_s - 0.1)
+        prefill = [stage.former(Role.PREFILL, "p", 0, 2, NOTHING)]
+        await asyncio.sleep(reattach_s - 0.2)
+        assert await decode.failure(7) == "coordinator_restarted"
+        assert not decode.released(7)
+        prefill.append(stage.former(Role.PREFILL, "p", 1, 2, NOTHING))
+        await turns()
+        assert all(rank.welcomed for rank in prefill)
+        await stage.workers()
+        await decode.release(7)
