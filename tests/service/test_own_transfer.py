@@ -309,7 +309,7 @@ async def test_what_is_not_released_is_held_also_when_nobody_remembers_its_verdi
         await rank.join()
         await asyncio.sleep(1000)
         assert not rank.released(7)
-        leg_quiet(rank, 7)
+        leg_quiet(rank, 7, 3)
         await rank.release(7, 3)
         rank.drain()
         await stage.empty()
