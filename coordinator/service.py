@@ -219,6 +219,8 @@ class Service:
             self.transfers.rank_gone(rank)
         elif rank in self.transfers.crews:
             self._spawn(self._dismiss(rank))
+            return  # Then what runs in its process is still to be waited for.
+        self.membership.unwatch(rank)
 
     def forgotten(self, rank: Rank) -> None:
         """Keep no link to a rank that did not come back, and no worker for it, unless it still moves."""

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.membership import FORGET_AFTER_S
 from coordinator.messages import FencePeer, Process, Role
+from coordinator.reasons import Reason
 from tests.service.stage import VirtualStage, turns, virtual_time
 from tests.support.logs import capture
 
@@ -68,6 +69,23 @@ async def test_the_end_of_a_forgotten_rank_s_process_is_still_seen() -> None:
         assert member.forgotten
         assert member not in stage.service.transfers.crews
         assert member in deaths._pidfds
+        stage.service.membership.lose(member, Reason.RANK_LOST, "its place was taken", gone=True)
+        await turns(200)
+        assert member not in deaths._pidfds
+
+
+@virtual_time
+async def test_of_a_rank_whose_place_was_taken_nothing_is_watched_when_its_worker_has_ended() -> None:
+    async with VirtualStage() as stage:
+        deaths = stage.service.membership._deaths
+        deaths._here = ("elsewhere", 0)
+        (rank,) = await stage.group(Role.PREFILL, "p", 1, process=Process(os.getpid(), *deaths._here))
+        member = stage.member(rank)
+        stage.service.membership.lose(member, Reason.RANK_LOST, "its place was taken", gone=True)
+        assert member in deaths._pidfds, "what runs in its process is waited for"
+        await turns(200)
+        assert not stage.service.transfers.crews
+        assert member not in deaths._pidfds
 
 
 @virtual_time
