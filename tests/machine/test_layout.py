@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,6 +76,14 @@ def test_a_known_model_by_hand() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8"])
 def test_widths_are_those_of_numpy(dtype: str) -> None:
     assert DTYPE_BYTES[dtype] == np.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_widths_are_those_that_the_names_say(dtype: str) -> None:
+    """Numpy does not know all of them."""
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    assert found is not None
+    assert DTYPE_BYTES[dtype] == int(found[1]) // 8
 
 
 def test_a_sound_layout_passes() -> None:

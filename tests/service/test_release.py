@@ -92,6 +92,10 @@ async def test_the_source_is_quiet_when_its_move_is_settled_the_destination_afte
         assert prefill.when(Released, 7) == pytest.approx(over_s + 4, abs=0.01)
         await decode.release(7)
         assert over_s + 4 + DRAIN_S <= decode.when(Released, 7) <= over_s + 4 + DRAINED_S
+        await turns()
+        waits = stage.service.counters.release_s
+        assert waits.count == 1
+        assert waits.sum_s == pytest.approx(decode.when(Released, 7) - over_s, abs=0.01)
         for rank in (prefill, decode):
             rank.drain()
         await stage.empty()
