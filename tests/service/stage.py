@@ -12,6 +12,7 @@ import zmq
 from looptime import LoopTimeEventLoop
 
 from coordinator.config import Config, Listen
+from coordinator.events import State
 from coordinator.messages import Role
 from coordinator.reasons import Reason
 from coordinator.service import Service
@@ -153,6 +154,9 @@ class Stage:
         for handoff in [*rooms.active.values(), *rooms.unreleased]:
             handoff.machine.validate()
             assert handoff.machine.state.terminal == (handoff in rooms.unreleased)
+        states = {handoff: handoff.machine.state for handoff in rooms.active.values()}
+        assert set(rooms.past_prefill) == {h for h, state in states.items() if state is not State.OPEN}
+        assert rooms.moving == sum(state is State.MOVING for state in states.values())
         over = counters.succeeded + sum(counters.failed.values())
         assert counters.opened == over + len(rooms.active), "opened = succeeded + failed + in flight"
 

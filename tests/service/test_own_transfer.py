@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.messages import (
     EXTERNAL,
+    Cancel,
     Held,
     LegDone,
     LegFailed,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from coordinator.config import Config
+    from coordinator.messages import Item
 
 pytestmark = virtual_time
 
@@ -381,6 +383,22 @@ async def test_a_room_is_used_again_after_its_release() -> None:
             await ranks[0].release(7, attempt)
             ranks[0].drain()
         await stage.empty()
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (LegFailed(7, 0, "", quiet=True), "the engine's own transfer failed"),
+        (Cancel(7, 0), "cancelled by the engine"),
+    ],
+)
+async def test_a_failure_without_a_word_is_told_in_words(item: Item, told: str) -> None:
+    async with engine(1) as (_, (rank,)):
+        rank.send_pages(7)
+        rank.submit(item)
+        failure = (await rank.outcome(7)).failure
+        assert failure is not None
+        assert (failure.message, failure.origin) == (told, "p/0")
 
 
 async def test_a_cancel_fails_it_on_all_ranks() -> None:

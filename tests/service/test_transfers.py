@@ -71,6 +71,8 @@ async def test_connecting_has_a_budget_of_its_own() -> None:
         worker.connect_all()
         worker.auto = True
         assert (await hand_over(prefill, decode, 3)).succeeded
+        counters = stage.service.counters
+        assert (counters.connect_failures, counters.connects, counters.reconnects) == (1, 1, 0)
         for rank in prefill + decode:
             rank.drain()
         await stage.empty()
