@@ -115,7 +115,7 @@ class SupervisedRank(Rank):
 
         Raises:
             QueueFullError: too many calls wait for a coordinator that is away.
-            ProtocolError: no such room can be.
+            ProtocolError: no such room or attempt can be.
 
         """
         inbox = self._lives.inbox
