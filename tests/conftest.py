@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support import leftovers
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 _SLOW_START = "tests/sglang/"
+
+# No example fails because it took long: hosts are shared, and stand still for seconds.
+settings.register_profile(
+    "shared host", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared host")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,6 +40,8 @@ BLOCK_BYTES = 4096
 LARGE_BYTES = 40 << 20
 #: How long a test waits for what must come.
 PATIENCE_S = 20.0
+#: How much later than its bound something may come, on a busy host.
+SLACK_S = 8.0
 
 
 HAS_MOONCAKE = find_spec("mooncake") is not None

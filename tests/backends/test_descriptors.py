@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.base import Grid, InvalidTransferError, Part
@@ -195,7 +195,6 @@ def test_a_grid_has_no_more_blocks_than_can_be_numbered() -> None:
         check_parts([part], [large], [large])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_runs_copy_the_same_bytes_and_are_as_few_as_can_be(data: st.DataObject) -> None:
     """Runs, one by one, give what the blocks give, one by one."""

@@ -24,6 +24,7 @@ from tests.backends.rigs import (
     LARGE_BYTES,
     PATIENCE_S,
     ROOT,
+    SLACK_S,
     Peer,
     Rig,
     held_up,
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.mooncake
 
 MIB = 1 << 20
+#: Short, for some tests wait for them; long enough for a busy host, on which all stands still for a second.
+OPTIONS = {"peer_timeout_s": 3, "connect_timeout_s": 3}
+UNANSWERED = "did not answer within 3 s"
 #: Of a link to a peer with the default number of engines.
 CONNECTIONS = ENGINES * 4 * LANES
 
@@ -64,7 +68,7 @@ CONNECTIONS = ENGINES * 4 * LANES
 @pytest.fixture(scope="module")
 def rig() -> Rig:
     """Only mooncake here."""
-    return Rig("mooncake", {"peer_timeout_s": 2, "connect_timeout_s": 1})
+    return Rig("mooncake", OPTIONS)
 
 
 def every_other(size_bytes: int, blocks: int | None = None) -> Part:
@@ -386,7 +390,7 @@ def test_a_stopped_peer_cannot_be_connected(make_peer: MakePeer, make_sender: Ma
     """Its kernel still accepts; only an answer counts. The engine alone would wait for a minute; case C15."""
     peer, backend = make_peer(MIB), make_sender()
     peer.stop()
-    with pytest.raises(ConnectError, match="did not answer within 1 s"):
+    with pytest.raises(ConnectError, match=UNANSWERED):
         backend.connect("peer", peer.endpoint)
     peer.go_on()
     backend.connect("peer", peer.endpoint)
@@ -407,7 +411,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(
             connecting = threads.submit(backend.connect, "peer-again", endpoint)
             until_done(link.write([whole(MIB)]))
             assert not connecting.done()
-            with pytest.raises(ConnectError, match="did not answer within 1 s"):
+            with pytest.raises(ConnectError, match=UNANSWERED):
                 connecting.result()
             assert time.monotonic() - started_s < PATIENCE_S
         mute.accept()[0].close()
@@ -422,7 +426,7 @@ def test_a_peer_that_stays_stopped_is_lost(
     with held_up(rig, peer, link) as transfer:
         started_s = time.monotonic()
         assert until_terminal(transfer) is Status.FAILED
-        assert time.monotonic() - started_s < 2 + 1 + 3
+        assert time.monotonic() - started_s < 3 + 3 + SLACK_S
         assert isinstance(transfer.error, PeerDisconnectedError)
         assert transfer.settled
 
@@ -448,9 +452,7 @@ def connections_to(endpoint: bytes) -> set[tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("when", "said"), [("stopped", "did not answer within 1 s"), ("killed", "connection")]
-)
+@pytest.mark.parametrize(("when", "said"), [("stopped", UNANSWERED), ("killed", "connection")])
 def test_a_peer_that_is_gone_when_all_is_made_is_not_connected(
     when: str, said: str, make_peer: MakePeer, make_sender: MakeSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +475,7 @@ def test_connections_that_cannot_be_found_are_told(peer: Peer, make_sender: Make
     theirs = tuple(
         msgspec.structs.replace(engine, data_port=1) for engine in decode("peer", peer.endpoint).engines
     )
-    with pytest.raises(ConnectError, match=f"within 1 s .0 of {CONNECTIONS} connections are made"):
+    with pytest.raises(ConnectError, match=f"within 3 s .0 of {CONNECTIONS} connections are made"):
         make_sender().connect("peer", changed(peer.endpoint, engines=theirs))
 
 
@@ -482,7 +484,7 @@ def test_all_connections_are_made_before_anything_is_written(
     receivers: int, make_memory: MakeMemory, make_sender: MakeSender
 ) -> None:
     """The engine makes one when it needs it first; and of a number that it does not like, it takes four."""
-    rig = Rig("mooncake", {"peer_timeout_s": 2, "connect_timeout_s": 1, "receivers": receivers})
+    rig = Rig("mooncake", {**OPTIONS, "receivers": receivers})
     peer = Peer(rig, 2 * MIB)
     try:
         link = make_sender(make_memory(2 * MIB)).connect("peer", peer.endpoint)

@@ -47,7 +47,7 @@ class Coordinator:
         directory: Path,
         backend: str = "loopback",
         hosting: str = "coordinator",
-        lost_after_s: float = 1.0,
+        lost_after_s: float = 2.5,
     ) -> None:
         """Start it."""
         self.address = f"ipc://{directory}/control"

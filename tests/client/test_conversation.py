@@ -64,7 +64,7 @@ def submitted(talk: Conversation, now_s: float) -> tuple[int, list[int]]:
     return message.first, [item.room for item in message.items]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(20, 400))
 def test_nobody_misses_anything_on_a_bad_network(seed: int, ranks: int, steps: int) -> None:
     """Cases C05 and C30: all ranks drain the same, and every room has one verdict, told once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.client.inbox import Head, Inbox
@@ -129,7 +129,6 @@ def test_an_old_token_drains_nothing_and_takes_nothing_back() -> None:
     assert inbox.drain() == events(4, 4)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_tokens_come_back_as_they_went(epoch: int, number: int) -> None:
     token = Head(epoch, number).pack()
@@ -137,14 +136,12 @@ def test_tokens_come_back_as_they_went(epoch: int, number: int) -> None:
     assert Head.unpack(token) == (epoch, number)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=40).filter(lambda token: len(token) != 17))
 def test_other_bytes_are_no_token(token: bytes) -> None:
     with pytest.raises(ProtocolError):
         Head.unpack(token)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(0, 40), st.integers(1, 50))
 def test_any_arrival_gives_the_same_sequence(data: st.DataObject, last: int, bound: int) -> None:
     """Case C30: shuffled, doubled, lost; and a replay now and then. Same sequence, same heads."""

@@ -45,7 +45,7 @@ def live(world: World, turns: int) -> None:
                 world.calm()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SEEDS, st.integers(1, 4), st.integers(5, 60))
 def test_all_ranks_apply_the_same_whatever_becomes_of_the_coordinator(
     seed: int, ranks: int, turns: int

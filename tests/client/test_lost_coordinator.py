@@ -318,7 +318,7 @@ def test_an_endpoint_that_cannot_be_renewed_is_not_introduced(
     peer: Peer, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pages are held, and the engine can see it; it is tried again."""
-    monkeypatch.setattr("coordinator.client.prover._RETRY_S", 0.2)
+    monkeypatch.setattr("coordinator.client.prover._RETRY_S", 2.0)
     shared = endpoint(stack)
     rank = decode(stack, peer, shared)
     rank.offer(1, [3])

@@ -128,10 +128,9 @@ class LossySubmissions(RuleBasedStateMachine):
 
 
 TestLossySubmissions = LossySubmissions.TestCase
-TestLossySubmissions.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLossySubmissions.settings = settings(max_examples=50, stateful_step_count=40)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-3, 30), max_size=30))
 def test_no_number_is_too_strange_to_be_told(numbers: list[int]) -> None:
     outbox = filled(10)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.client.pages import pack
@@ -86,7 +86,6 @@ def test_a_page_named_twice_is_refused_where_it_is_written() -> None:
         pack([1, 2, 1], 4, distinct=True)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-5, 2**40) | st.integers(0, 999), max_size=50),
     st.sampled_from([0, 300, 301]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.client.inbox import Head
@@ -13,7 +13,6 @@ from coordinator.errors import ProtocolError
 heads = st.builds(Head, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 
 
-@settings(deadline=None)
 @given(heads, st.sampled_from([{"lost": True}, {"quiet": True}]), st.integers(0, 63))
 def test_flagged_tokens_come_back_as_they_went(head: Head, flag: dict[str, bool], life: int) -> None:
     token = Token(head, **flag, life=life)
@@ -21,7 +20,6 @@ def test_flagged_tokens_come_back_as_they_went(head: Head, flag: dict[str, bool]
     assert Token.unpack(token.pack()) == token
 
 
-@settings(deadline=None)
 @given(heads, st.integers(0, 1000))
 def test_without_a_flag_it_is_the_inbox_s(head: Head, life: int) -> None:
     assert Token(head, life=life).pack() == head.pack()

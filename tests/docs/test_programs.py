@@ -65,11 +65,16 @@ def test_both_sides_of_a_handoff(programs: Programs, short_dir: Path) -> None:
         running.says("is released", _PROGRAM_S)
         assert running.wait() == 0, running.output()
 
-    assert started["prefill.py"].output().splitlines() == ["room 4711 has arrived", "room 4711 is released"]
+    assert said(started["prefill.py"]) == ["room 4711 has arrived", "room 4711 is released"]
     promised = "room 4711: [42, 42, 43] and b'first token'"
-    assert started["decode.py"].output().splitlines() == [promised, "room 4711 is released"]
+    assert said(started["decode.py"]) == [promised, "room 4711 is released"]
     assert f"`{promised}`" in section("Using it from an engine")
     assert told(coordinator) == shown()
+
+
+def said(engine: Program) -> list[str]:
+    """What an engine's program prints; on a host that stands still for a moment, its rank warns of that."""
+    return [line for line in engine.output().splitlines() if "stood still" not in line]
 
 
 def told(coordinator: Program) -> list[tuple[str, set[str]]]:

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 #: A handoff that was given up is fenced soon, long before its peer counts as lost.
 TABLES: Final[Tables] = {"release": {"settle_s": 0.3}}
-LOST_S: Final = 2.0
+#: Short, for the test waits for them; long enough for a busy host, on which all stands still for a moment.
+LOST_S: Final = 4.0
+CONNECT_S: Final = 4.0
 
 
 class Stage:
@@ -228,10 +230,11 @@ FAULTS: Final[dict[str, tuple[Callable[[Stage], str], str]]] = {
 }
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_fault_has_the_same_reason(backend: str) -> None:
     """Cases C07, C08, C10, C11, C15, C17: one after the other, and the peer is served again in between."""
-    with running(backend, TABLES, lost_s=LOST_S, connect_s=2) as world:
+    with running(backend, TABLES, lost_s=LOST_S, connect_s=CONNECT_S) as world:
         stage = Stage(world)
         reasons = {name: fault(stage) for name, (fault, _) in FAULTS.items()}
 

@@ -69,7 +69,7 @@ def copy(posts: Iterable[list[Part]], source: NDArray[np.uint8], destination: ND
             destination[end : end + block] = source[start : start + block]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_chunks_prefixes_and_orders_bring_every_byte_to_its_place(data: st.DataObject) -> None:
     """Also when decode has all of it already (case C48); completion is counted by leg (case C34)."""

@@ -73,7 +73,7 @@ def pools(draw: st.DrawFn, layout: Layout) -> RankPool:
 MOST_POSTS = 1000
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_what_is_planned_lies_inside_both_pools(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -99,7 +99,6 @@ def test_what_is_planned_lies_inside_both_pools(data: st.DataObject) -> None:
             assert {blocks.dtype for blocks in all_blocks(part)} == {np.dtype(np.int32)}
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["tokens", "heads"]), st.integers(1, 3), st.integers(1, 3))
 def test_a_peer_that_claims_more_than_it_registered_is_refused(order: str, tp: int, missing: int) -> None:
     """The last door: a grid that ends behind what the peer's endpoint has never reaches an engine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.broadcast import GroupLog
@@ -20,7 +20,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_it_is_a_numbered_list_whose_beginning_was_dropped(steps: list[tuple[str, int]]) -> None:
     log = GroupLog()

@@ -48,7 +48,7 @@ def values_of_a_rank(layout: Layout, pages: int, world_size: int) -> list[tuple[
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(), st.integers(0, 3), st.sampled_from([1, 2, 4]))
 def test_bytes_of_a_pool_and_a_page(layout: Layout, pages: int, world_size: int) -> None:
     layout = Layout(

@@ -117,7 +117,7 @@ def submit_of(items: list[Item]) -> Submit:
 
 @pytest.mark.parametrize(("decode", "kind"), EVERY_WAY, ids=[kind.__name__ for _, kind in EVERY_WAY])
 def test_every_message_survives_the_wire(decode: Callable[[bytes], Any], kind: type[msgspec.Struct]) -> None:
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     @given(values(kind))
     def survives(message: msgspec.Struct) -> None:
         assert decode(encode(message)) == message
@@ -354,7 +354,7 @@ def twisted_messages(draw: st.DrawFn, kinds: tuple[type[msgspec.Struct], ...]) -
     return encode(fields)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(list(CONVERSATIONS)), st.binary(max_size=64) | ANYTHING.map(encode))
 def test_garbage_is_refused_and_nothing_worse(decode: Callable[[bytes], Any], frame: bytes) -> None:
     """Case C39: no bytes make a decoder raise anything but ``ProtocolError``."""
@@ -365,7 +365,7 @@ def test_garbage_is_refused_and_nothing_worse(decode: Callable[[bytes], Any], fr
 def test_broken_frames_are_refused_or_are_other_messages(decode: Callable[[bytes], Any]) -> None:
     """Case C39: the same, where nearly everything is right."""
 
-    @settings(deadline=None, max_examples=80)
+    @settings(max_examples=80)
     @given(st.one_of(broken_frames(CONVERSATIONS[decode]), twisted_messages(CONVERSATIONS[decode])))
     def refused_or_sound(frame: bytes) -> None:
         message = anything_or_refusal(decode, frame)

@@ -40,7 +40,7 @@ def engines(draw: st.DrawFn, kv_heads: int, layers: int) -> tuple[Layout, int]:
     return one, world_size
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_each_decode_rank_gets_each_of_its_layers_and_heads_exactly_once(data: st.DataObject) -> None:
     kv_heads, layers = data.draw(st.sampled_from([1, 2, 4, 6, 8, 12])), data.draw(st.integers(1, 5))

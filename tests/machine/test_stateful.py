@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -62,9 +62,6 @@ if TYPE_CHECKING:
 SETTINGS: Final = settings(
     max_examples=200,
     stateful_step_count=30,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 FAILURES: Final = [
     Failure(Reason.TRANSPORT, "decode/0", "the link broke"),

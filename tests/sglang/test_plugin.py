@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -203,7 +204,8 @@ def test_what_decode_never_takes_is_retired_at_the_deadline(
         for room in (1, 2, 3):
             end = outcome(reports, room)
             assert end.kind == "failed"
-            assert "deadline: waited 2.0 s after prefill for the engine's own transfer from" in end.message
+            said = r"deadline: waited [\d.]+ s after prefill for the engine's own transfer from"
+            assert re.search(said, end.message)
         told = {(message[0], message[1]) for message in engine.told_decode(6)}
         assert told == {(str(room).encode(), b"0") for room in (1, 2, 3)}
 

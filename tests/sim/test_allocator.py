@@ -60,7 +60,7 @@ class Allocations(RuleBasedStateMachine):
         assert self.ranks[0].digest() == self.ranks[1].digest()
 
 
-Allocations.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+Allocations.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAllocations = Allocations.TestCase
 
 

@@ -57,7 +57,7 @@ def test_chunks_make_the_same_as_one_piece() -> None:
     assert memory.tobytes() == filled().tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     plane=st.integers(0, PLANES - 1),
     position=st.integers(0, OURS.size - 1),

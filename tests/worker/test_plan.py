@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn) -> tuple[RankPool, RankPool, list[tuple[int, int]], B
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_planned_move_puts_every_byte_where_the_reference_does(
     case: tuple[RankPool, RankPool, list[tuple[int, int]], Budget],
 ) -> None:

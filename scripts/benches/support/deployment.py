@@ -257,8 +257,10 @@ class Deployment:
         """Close at the end of the block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close; an exception takes the coordinator's last lines along, which go with everything else."""
+        if error is not None:
+            error.add_note(f"the coordinator's last lines:\n{self.coordinator.tail()}")
         self.close()
 
     def wait_for_log(self, event: str, times: int) -> None:
