@@ -31,8 +31,8 @@ pytestmark = [*needs_nixl, *needs_mooncake]
 MIB: Final = 1 << 20
 #: Short, because the story waits for each of them.
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "nixl": {"tcp_user_timeout_s": 3, "connect_timeout_s": 3},
-    "mooncake": {"peer_timeout_s": 3, "connect_timeout_s": 3},
+    "nixl": {"tcp_user_timeout_s": 3, "connect_timeout_s": 8},
+    "mooncake": {"peer_timeout_s": 3, "connect_timeout_s": 8},
 }
 EXPECTED: Final = {
     "memory that the peer did not register": "TransferError",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TABLES: Final[Tables] = {"release": {"settle_s": 0.3}}
 #: Short, for the test waits for them; long enough for a busy host, on which all stands still for a moment.
 LOST_S: Final = 4.0
-CONNECT_S: Final = 4.0
+CONNECT_S: Final = 8.0
 
 
 class Stage:
