@@ -193,6 +193,8 @@ def test_a_rank_that_stands_still_is_lost_and_holds_up_nobody(lines: Lines, prog
         "rank = DecodeRank.connect(sys.argv[1], group='still', rank=0, world_size=1, endpoint=endpoint)\n"
         "rank.wait_ready(30)\n"
         "rank.offer(77, [1])\n"
+        "while len(rank._conversation.outbox):\n"
+        "    time.sleep(0.01)\n"
         "print('offered', flush=True)\n"
         "while True:\n"
         "    time.sleep(0.01)\n"
