@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from backends.base import BackendError
+from backends.base import BackendError, BackendUnavailableError
 from coordinator import __version__
 from coordinator.commands import operate
 from coordinator.errors import ConfigError, CoordinatorError, NoAnswerError
@@ -77,9 +77,10 @@ def serve(config: ConfigFile = None) -> None:
 def check(config: ConfigFile = None) -> None:
     """Validate a configuration, and do nothing else. Every mistake is listed, one a line."""
     settings = _configuration(config)
-    name = config or "the built-in default"
+    name = str(config or "the built-in default")
+    unchecked = _check_options(settings, name)
     typer.echo(f"{name} can be used.")
-    for line in _summary(settings):
+    for line in [*_summary(settings), *unchecked]:
         typer.echo(f"  {line}")
 
 
@@ -247,6 +248,30 @@ def _configuration(path: Path | None) -> Config:
     from coordinator.config import Config, load
 
     return Config() if path is None else load(path)
+
+
+def _check_options(config: Config, name: str) -> list[str]:
+    """Have the backend look at its own options; a line that says so where it is not installed here.
+
+    Raises:
+        ConfigError: it refuses them.
+
+    """
+    backend, options = config.backend.name, config.backend.chosen_options
+    # Else nothing of a backend is loaded here; only workers use it.
+    if not options:
+        return []
+    from backends import registry
+
+    try:
+        chosen = registry.load(backend)
+    except BackendUnavailableError as error:
+        return [f"options      not checked: {error}"]
+    try:
+        chosen("check", options)
+    except BackendError as error:
+        raise ConfigError([f"{name}: backend.options.{backend}: {error}"]) from error
+    return []
 
 
 def _summary(config: Config) -> list[str]:

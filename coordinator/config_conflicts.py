@@ -80,9 +80,12 @@ def _backend(config: Config) -> Iterator[Problem]:
     if config.backend.name not in known:
         yield _problem(_unknown_backend(config.backend.name, known), "backend.name")
     for name in config.backend.options:
+        where = dotted(("backend", "options", name))
         if name not in known:
-            where = dotted(("backend", "options", name))
             yield _problem(_unknown_backend(name, known), "backend.options", where=where)
+        elif name == EXTERNAL:
+            text = "has no options: the engine moves the pages by itself"
+            yield _problem(text, "backend.options", where=where)
 
 
 def _unknown_backend(name: str, known: list[str]) -> str:

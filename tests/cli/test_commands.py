@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
+from backends import registry
+from backends.base import BackendUnavailableError
 from coordinator import __version__, cli
 from coordinator.errors import WorkerError
 from tests.support.leftovers import sockets
 
 if TYPE_CHECKING:
+    from backends.base import Backend
     from tests.support.processes import Program, Programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -112,6 +115,36 @@ def test_a_bad_configuration_is_refused_with_all_its_mistakes(name: str, tmp_pat
     ]
     assert "did you mean 'stall_s'?" in lines[1]
     assert "Traceback" not in done.stderr
+
+
+def test_check_has_the_backend_look_at_its_options(tmp_path: Path) -> None:
+    """Else each worker would refuse them, and no handoff could move."""
+    path = tmp_path / "coordinator.toml"
+    path.write_text('[backend]\nname = "loopback"\n[backend.options.loopback]\ncontrl = "x"\n')
+    done = command("check", "--config", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{path}: backend.options.loopback: ")
+    assert "unknown field `contrl`" in done.stderr
+    path.write_text(path.read_text().replace("contrl", "control"))
+    done = command("check", "--config", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "options" not in done.stdout
+
+
+def test_check_says_which_options_cannot_be_looked_at_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is fine, perhaps; the host that runs the workers has the backend."""
+
+    def load(name: str) -> type[Backend]:
+        message = f"{name} is not installed"
+        raise BackendUnavailableError(message)
+
+    monkeypatch.setattr(registry, "load", load)
+    path = tmp_path / "coordinator.toml"
+    path.write_text('[backend]\nname = "loopback"\n[backend.options.loopback]\ncontrl = "x"\n')
+    cli.check(path)
+    assert capsys.readouterr().out.endswith("\n  options      not checked: loopback is not installed\n")
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:

@@ -64,6 +64,10 @@ def test_one_token_is_enough(keys: Path) -> None:
             "backend.name: there is no backend 'nixxl'; did you mean 'nixl'? installed: ",
         ),
         ("[backend.options.zzz]\na = 1", "backend.options.zzz: there is no backend 'zzz'; installed: "),
+        (
+            "[backend.options.external]\na = 1",
+            "backend.options.external: has no options: the engine moves the pages by itself",
+        ),
     ],
 )
 def test_an_impossible_combination_is_refused(text: str, starts: str) -> None:
