@@ -31,7 +31,7 @@ from structlog.dev import ConsoleRenderer, plain_traceback
 
 from coordinator.log_stream import FileWriter, Follower, Recent
 from coordinator.log_writer import DirectWriter, Writer
-from coordinator.printable import printable, printable_lines
+from coordinator.printable import printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +151,7 @@ def configure(
     if format == "console" or (format == "auto" and terminal):
         _processors[:] = [_console_renderer(colors=terminal)]
     else:
-        _processors[:] = [_render_json]
+        _processors[:] = [_render_json_for_terminal if terminal else _render_json]
     if file is not None:
         _State.file = FileWriter(
             *file, _NUMBERS[level], lambda count: _encode(_dropped(count)), _tell_of_file
@@ -248,6 +248,11 @@ def _render_json(_logger: WrappedLogger, _level: str, entry: EventDict) -> bytes
     except Exception:  # noqa: BLE001 - whatever a value does when it is encoded: a log call never raises
         return _encode(_plain(entry))
     return line if len(line) <= MAX_LINE_BYTES else _encode({**_plain(entry), "cut_from_bytes": len(line)})
+
+
+def _render_json_for_terminal(logger: WrappedLogger, level: str, entry: EventDict) -> str:
+    """Escape what a terminal would obey, and JSON does not: much in a line comes from others."""
+    return printable_json(_render_json(logger, level, entry).decode())
 
 
 def _console_renderer(*, colors: bool) -> Processor:

@@ -238,6 +238,17 @@ def test_a_terminal_gets_colours_and_a_pipe_gets_json(programs_pty: Callable[[st
     assert json.loads(piped)["room"] == 7
 
 
+def test_json_on_a_terminal_has_nothing_that_it_obeys(programs_pty: Callable[[str], str]) -> None:
+    """And means the same: JSON itself leaves DEL and the controls from 128 on as they are."""
+    code = (
+        "from coordinator import logs; logs.configure(format='json');"
+        "logs.get_logger().info('some.event', group='\\x7f\\x9b2J\\x1b')"
+    )
+    line = programs_pty(code).removesuffix("\r\n")
+    assert line.isprintable()
+    assert json.loads(line)["group"] == "\x7f\x9b2J\x1b"
+
+
 @pytest.fixture
 def programs_pty() -> Callable[[str], str]:
     """Runs Python code with a terminal as its stdout; returns what it printed there."""
