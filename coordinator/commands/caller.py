@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -12,7 +12,7 @@ from coordinator.errors import CallRefusedError, ConfigError, NoAnswerError
 from coordinator.printable import printable_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from coordinator.config import Http
 
@@ -82,7 +82,7 @@ class Caller:
         with self._answer("POST", path, {}, body) as answer:
             return json.loads(answer.read())
 
-    def lines(self, path: str, **parameters: object) -> Iterator[str]:
+    def lines(self, path: str, **parameters: object) -> Generator[str, None, None]:
         """Yield an answer line by line, as the lines come.
 
         Raises:
@@ -113,10 +113,11 @@ class Caller:
                 json.dumps(body) if body is not None else None,
                 headers,
             )
-            answer = connection.getresponse()
-            if answer.status >= http.client.BAD_REQUEST:
-                raise CallRefusedError(_told(answer))
-            yield answer
+            # It holds the connection's socket until it is read to its end.
+            with closing(connection.getresponse()) as answer:
+                if answer.status >= http.client.BAD_REQUEST:
+                    raise CallRefusedError(_told(answer))
+                yield answer
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             message = f"no coordinator answers at {self.url}: {_why(error)}"
             raise NoAnswerError(message) from error

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json as json_text
 import time
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from coordinator.errors import ConfigError
+from coordinator import __version__
+from coordinator.errors import ConfigError, NoAnswerError
 from coordinator.printable import printable, printable_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from rich.console import Console, RenderableType
 
@@ -72,12 +74,14 @@ def status(
 ) -> None:
     """Show a running coordinator at a glance: is it ready, and what has waited longest?"""
     caller = _caller(url, config, token_file)
-    answer, oldest = _glance(caller)
-    if json:
-        _print_json({**answer, "handoffs": oldest})
-    else:
-        _console().print(_status(answer, oldest))
-    if not answer["ready"]:
+    with _understood(caller):
+        answer, oldest = _glance(caller)
+        if json:
+            _print_json({**answer, "handoffs": oldest})
+        else:
+            _console().print(_status(answer, oldest))
+        ready = answer["ready"]
+    if not ready:
         raise typer.Exit(FAILED)
 
 
@@ -90,11 +94,8 @@ def show(
     json: Json = False,
 ) -> None:
     """Show the whole story of a request: what it waits for, what each rank has said, how it ended."""
-    answer = _caller(url, config, token_file).get(f"/v1/handoffs/{room}")
-    if json:
-        _print_json(answer)
-    else:
-        _print_story(answer)
+    caller = _caller(url, config, token_file)
+    _print_story(caller, caller.get(f"/v1/handoffs/{room}"), json=json)
 
 
 def top(
@@ -109,15 +110,16 @@ def top(
 
     caller = _caller(url, config, token_file)
     console = _console()
-    if not console.is_terminal:
-        while True:
-            console.print(_status(*_glance(caller)))
-            console.print("-" * 20)
-            time.sleep(interval)
-    with Live(_status(*_glance(caller)), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            live.update(_status(*_glance(caller)), refresh=True)
+    with _understood(caller):
+        if not console.is_terminal:
+            while True:
+                console.print(_status(*_glance(caller)))
+                console.print("-" * 20)
+                time.sleep(interval)
+        with Live(_status(*_glance(caller)), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(_status(*_glance(caller)), refresh=True)
 
 
 def cancel(
@@ -130,36 +132,35 @@ def cancel(
     json: Json = False,
 ) -> None:
     """Fail a request that is in flight; its pages come back when they are quiet."""
-    answer = _caller(url, config, token_file).post(f"/v1/handoffs/{room}/cancel", {"why": why})
-    if json:
-        _print_json(answer)
-    else:
-        _print_story(answer)
+    caller = _caller(url, config, token_file)
+    _print_story(caller, caller.post(f"/v1/handoffs/{room}/cancel", {"why": why}), json=json)
 
 
 def drain(
     *, url: Url = "", config: ConfigFile = None, token_file: TokenFile = None, json: Json = False
 ) -> None:
     """Admit no new requests; those in flight go on, and the coordinator is not ready."""
-    _admission(_caller(url, config, token_file).post("/v1/drain"), json=json)
+    _admission(_caller(url, config, token_file), "/v1/drain", json=json)
 
 
 def resume(
     *, url: Url = "", config: ConfigFile = None, token_file: TokenFile = None, json: Json = False
 ) -> None:
     """Admit new requests again, after drain."""
-    _admission(_caller(url, config, token_file).post("/v1/resume"), json=json)
+    _admission(_caller(url, config, token_file), "/v1/resume", json=json)
 
 
 def reload(
     *, url: Url = "", config: ConfigFile = None, token_file: TokenFile = None, json: Json = False
 ) -> None:
     """Have the coordinator read its configuration again, and apply all of it or nothing."""
-    answer = _caller(url, config, token_file).post("/v1/reload")
-    if json:
-        _print_json(answer)
-    else:
-        typer.echo(printable(f"changed: {', '.join(answer['changed']) or 'nothing'}"))
+    caller = _caller(url, config, token_file)
+    answer = caller.post("/v1/reload")
+    with _understood(caller):
+        if json:
+            _print_json(answer)
+        else:
+            typer.echo(printable(f"changed: {', '.join(answer['changed']) or 'nothing'}"))
 
 
 def logs(  # noqa: PLR0913 - each is an option
@@ -185,14 +186,15 @@ def logs(  # noqa: PLR0913 - each is an option
     wanted = {"room": room, "group": group, "level": level}
     lines = _followed(caller, count, wanted) if follow else caller.lines("/v1/logs", count=count, **wanted)
     console = _console()
-    for line in lines:
-        if json:
-            typer.echo(printable_json(line))
-        else:
-            console.print(shown.log_line(json_text.loads(line)), soft_wrap=True)
+    with closing(lines), _understood(caller):
+        for line in lines:
+            if json:
+                typer.echo(printable_json(line))
+            else:
+                console.print(shown.log_line(json_text.loads(line)), soft_wrap=True)
 
 
-def _followed(caller: Caller, count: int, wanted: dict[str, Any]) -> Iterator[str]:
+def _followed(caller: Caller, count: int, wanted: dict[str, Any]) -> Generator[str, None, None]:
     """Yield the lines of the log as they come; what was lost on the way is a line, too."""
     lost = False
     for line in caller.lines("/v1/events", backlog=count, **wanted):
@@ -226,12 +228,32 @@ def _glance(caller: Caller) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return answer, found
 
 
-def _admission(answer: dict[str, Any], *, json: bool) -> None:
-    if json:
-        _print_json(answer)
-    else:
-        doing = "no new handoffs are admitted" if answer["draining"] else "new handoffs are admitted"
-        typer.echo(printable(f"{doing}; {answer['in_flight']} are in flight"))
+@contextmanager
+def _understood(caller: Caller) -> Iterator[None]:
+    """Show an answer inside of this.
+
+    Raises:
+        NoAnswerError: it was JSON, but is no answer of a coordinator, or of one of another version.
+
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        message = (
+            f"no coordinator answers at {caller.url}: what is there answers with something else "
+            f"({type(error).__name__}: {error}); or is it one of another version than {__version__}?"
+        )
+        raise NoAnswerError(printable(message)) from error
+
+
+def _admission(caller: Caller, path: str, *, json: bool) -> None:
+    answer = caller.post(path)
+    with _understood(caller):
+        if json:
+            _print_json(answer)
+        else:
+            doing = "no new handoffs are admitted" if answer["draining"] else "new handoffs are admitted"
+            typer.echo(printable(f"{doing}; {answer['in_flight']} are in flight"))
 
 
 def _status(answer: dict[str, Any], oldest: list[dict[str, Any]]) -> RenderableType:
@@ -240,10 +262,14 @@ def _status(answer: dict[str, Any], oldest: list[dict[str, Any]]) -> RenderableT
     return shown.status(answer, oldest)
 
 
-def _print_story(answer: dict[str, Any]) -> None:
+def _print_story(caller: Caller, answer: dict[str, Any], *, json: bool) -> None:
     from coordinator.commands import shown
 
-    _console().print(shown.story(answer))
+    with _understood(caller):
+        if json:
+            _print_json(answer)
+        else:
+            _console().print(shown.story(answer))
 
 
 def _console() -> Console:
