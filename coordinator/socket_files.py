@@ -47,7 +47,7 @@ class SocketFile:
             self._lock = _lock(self._lock_path)
             try:
                 self.listener = self._listen(key)
-            except BaseException:
+            except (OSError, ConfigError):
                 self._unlock()
                 raise
         except BlockingIOError as error:
@@ -109,7 +109,7 @@ def _lock(path: Path) -> int:
                 return descriptor
         except FileNotFoundError:
             pass  # It was removed before we had it; so it was if it is another one by now.
-        except BaseException:
+        except OSError:
             os.close(descriptor)
             raise
         os.close(descriptor)
