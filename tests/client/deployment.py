@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SIZE = 2
 #: They lose the coordinator after it has lost them; neither does because a host stands still for a moment.
-SETTINGS = ClientSettings(coordinator_lost_s=4.0, away_after_s=0.5, hello_retry_s=0.1)
+SETTINGS = ClientSettings(coordinator_lost_s=6.0, away_after_s=0.5, hello_retry_s=0.1)
 
 
 @dataclass
