@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +13,11 @@ from coordinator.messages import FencePeer, Process, Role
 from coordinator.reasons import Reason
 from tests.service.stage import VirtualStage, turns, virtual_time
 from tests.support.logs import capture
+
+if TYPE_CHECKING:
+    from coordinator.deaths import Deaths
+    from coordinator.groups import Rank
+    from tests.service.peers import RankPeer
 
 
 @virtual_time
@@ -55,14 +61,19 @@ async def test_verdicts_are_not_kept_for_a_rank_that_has_heard_and_will_not_drai
         assert not ended
 
 
+async def watched(stage: VirtualStage) -> tuple[Deaths, RankPeer, Rank]:
+    """A prefill rank in a process that the coordinator can watch; it is this one."""
+    deaths = stage.service.membership._deaths
+    deaths._here = ("elsewhere", 0)
+    (rank,) = await stage.group(Role.PREFILL, "p", 1, process=Process(os.getpid(), *deaths._here))
+    return deaths, rank, stage.member(rank)
+
+
 @virtual_time
 async def test_the_end_of_a_forgotten_rank_s_process_is_still_seen() -> None:
     """It may hold pages of an engine that moves them by itself, or come back."""
     async with VirtualStage() as stage:
-        deaths = stage.service.membership._deaths
-        deaths._here = ("elsewhere", 0)
-        (rank,) = await stage.group(Role.PREFILL, "p", 1, process=Process(os.getpid(), *deaths._here))
-        member = stage.member(rank)
+        deaths, rank, member = await watched(stage)
         rank.stop()
         await asyncio.sleep(stage.config.rank.lost_after_s + FORGET_AFTER_S + 1)
         await turns(200)
@@ -77,10 +88,7 @@ async def test_the_end_of_a_forgotten_rank_s_process_is_still_seen() -> None:
 @virtual_time
 async def test_of_a_rank_whose_place_was_taken_nothing_is_watched_when_its_worker_has_ended() -> None:
     async with VirtualStage() as stage:
-        deaths = stage.service.membership._deaths
-        deaths._here = ("elsewhere", 0)
-        (rank,) = await stage.group(Role.PREFILL, "p", 1, process=Process(os.getpid(), *deaths._here))
-        member = stage.member(rank)
+        deaths, _, member = await watched(stage)
         stage.service.membership.lose(member, Reason.RANK_LOST, "its place was taken", gone=True)
         assert member in deaths._pidfds, "what runs in its process is waited for"
         await turns(200)
